@@ -1,0 +1,59 @@
+"""The collectives, one file each: a function that writes one rank's steps. To add one: a file and a row here."""
+
+from __future__ import annotations
+
+from hdma.algorithms.all_gather import all_gather
+from hdma.algorithms.reduce_scatter import reduce_scatter
+from hdma.errors import UsageError
+from hdma.layout import Layout
+from hdma.plan import Builder, Plan, Variant
+from hdma.topology import Topology
+
+BUILDERS: dict[str, Builder] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+
+# Chunks of one plan. More hide the fill and drain of the pipeline better; fewer keep a plan small.
+MAX_CHUNKS = 16
+
+
+def max_shard_nbytes(layout: Layout, variant: Variant) -> int:
+    """The longest shard that one plan carries; shard-major plans hold every chunk of a shard in the rings at once."""
+    chunks = layout.slots if variant.shard_major else MAX_CHUNKS
+    return chunks * Plan.chunk_nbytes(layout, variant)
+
+
+def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan:
+    """The plan of a collective. Raises `UsageError` for an unknown operation or a shard that does not fit one plan."""
+    if operation not in BUILDERS:
+        raise UsageError(f"no operation {operation!r}: there are {', '.join(BUILDERS)}")
+    if nbytes < 0 or nbytes % variant.element_nbytes:
+        raise UsageError(f"{nbytes} bytes are not whole elements of {variant.element_nbytes} bytes")
+    longest = max_shard_nbytes(layout, variant)
+    if nbytes > longest:
+        raise UsageError(f"a shard of {nbytes} bytes is longer than one plan carries ({longest}): run it in pieces")
+    return Plan(operation, layout, nbytes, variant, BUILDERS[operation])
+
+
+def make_plan(
+    operation: str,
+    nodes: int,
+    ranks_per_node: int,
+    nbytes: int,
+    *,
+    element_nbytes: int = 1,
+    wire_nbytes: int = 0,
+    slots: int = 4,
+    chunk_nbytes: int | None = None,
+    skew: int | None = None,
+    shard_major: bool = False,
+) -> Plan:
+    """The plan of `operation` for shards of `nbytes` bytes; `print(plan)` shows it, `hdma.simulate(plan)` proves it.
+
+    The slots are made as large as `nbytes` in MAX_CHUNKS chunks needs (or `chunk_nbytes`).
+    Raises `UsageError` for what cannot be built.
+    """
+    variant = Variant(element_nbytes, wire_nbytes, (1 if slots >= 4 else 0) if skew is None else skew, shard_major)
+    most = slots if shard_major else MAX_CHUNKS
+    if chunk_nbytes is None:
+        chunk_nbytes = -(-max(nbytes, 1) // (most * element_nbytes)) * element_nbytes
+    layout = Layout(Topology(nodes, ranks_per_node), slots, chunk_nbytes * variant.wire_ratio)
+    return build(operation, layout, nbytes, variant)

@@ -1,0 +1,123 @@
+"""ReduceScatter: slices scattered to their owners in the node, summed there, node sums put on the rail, summed again.
+
+For each chunk, for each destination node, the own node last (the other nesting deadlocks with bounded slots):
+
+    node mates (n, j)                owner (n, l)                              rail peer (m, l)
+    input slice  --copy-->  scatter slots ++ own input slice -> sum slot --put--> rail slots ++ own sum slot -> output
+
+One builder for every grid. Accumulation is wide and in fixed order: within a node by local rank, then by node. A NIC
+carries (nodes - 1) shards a rank, the minimum.
+
+Lanes: near = scatter; rail = node sum and final sum; put, credit = the proxy.
+"""
+
+from __future__ import annotations
+
+from hdma.layout import Flag, Ring
+from hdma.plan import Chunk, Place, Steps
+
+
+def reduce_scatter(s: Steps) -> None:
+    """Writes the steps of ReduceScatter; the output is the sum over ranks q of shard `rank` of q's input."""
+    count, nodes = len(s.chunks), s.topology.nodes
+    if s.variant.shard_major:
+        # Destination by destination; safe because at most S chunks use each slot of the sum and rail rings once.
+        parts = [(c, d) for d in range(nodes) for c in s.chunks]
+    else:
+        parts = [(c, d) for c in s.chunks for d in range(nodes)]
+    # Parts by which the sums trail the scatter, and chunks by which the final sum trails the node sums.
+    skew = s.variant.skew
+    trail = skew * nodes
+    for q in range(len(parts) + skew + (0 if s.variant.shard_major else trail)):
+        _scatter(s, q, *parts[q]) if q < len(parts) else s.phase()
+        part = parts[q - skew] if skew <= q < len(parts) + skew else None
+        _node_sum(s, q - skew, *part) if part else s.phase()
+        _put(s, *part) if part else s.phase()
+        if not s.variant.shard_major:
+            done = q - skew - trail
+            last = done % nodes == nodes - 1 and 0 <= done < len(parts)
+            _finish(s, s.chunks[done // nodes : done // nodes + 1] if last else ())
+    if s.variant.shard_major:
+        _finish(s, s.chunks)
+    assert count
+    s.phase()
+    s.leave()
+
+
+def _scatter(s: Steps, q: int, c: Chunk, distance: int) -> None:
+    s.phase()
+    t = s.topology
+    mates, m = t.mates(s.rank), _destination(s, distance)
+    rings = [Ring("scatter", mate, s.local_rank) for mate in mates]
+    for ring in rings:
+        s.wait_credit("near", Flag(s.rank, ring, "credit"), q)
+    for mate, ring in zip(mates, rings):
+        s.enter("near")
+        shard = t.rank(m, t.local_rank(mate))
+        s.copy("near", s.slot(ring, q, c), s.place("input", shard, c), needs=shard)
+    for mate, ring in zip(mates, rings):
+        s.signal("near", Flag(mate, ring, "filled"), q, _parts(s))
+
+
+def _node_sum(s: Steps, q: int, c: Chunk, distance: int) -> None:
+    s.phase()
+    t = s.topology
+    mates, m = t.mates(s.rank), _destination(s, distance)
+    shard, total = t.rank(m, s.local_rank), Ring("sum", s.rank, m)
+    for mate in mates:
+        s.wait_filled("rail", Flag(s.rank, Ring("scatter", s.rank, t.local_rank(mate)), "filled"), q)
+    if m != s.node:
+        s.wait_credit("rail", Flag(s.rank, total, "sent"), c.index)
+    s.enter("rail")
+    srcs = [
+        s.place("input", shard, c) if j == s.local_rank else s.slot(Ring("scatter", s.rank, j), q, c)
+        for j in range(t.ranks_per_node)
+    ]
+    dst = s.slot(total, c.index, c, wire=True) if t.nodes > 1 else s.place("output", 0, c)
+    s.reduce("rail", dst, srcs, needs=shard)
+    for mate in mates:
+        ring = Ring("scatter", s.rank, t.local_rank(mate))
+        s.signal("rail", Flag(mate, ring, "credit"), q, _parts(s))
+    if m != s.node:
+        s.signal("rail", Flag(s.rank, total, "posted"), c.index, len(s.chunks))
+
+
+def _put(s: Steps, c: Chunk, distance: int) -> None:
+    s.phase()
+    m = _destination(s, distance)
+    if m == s.node:
+        return
+    peer = s.topology.rank(m, s.local_rank)
+    total, ring = Ring("sum", s.rank, m), Ring("rail", peer, s.node)
+    s.wait_filled("put", Flag(s.rank, total, "posted"), c.index)
+    s.wait_credit("put", Flag(s.rank, ring, "credit"), c.index)
+    dst, src = s.slot(ring, c.index, c, wire=True), s.slot(total, c.index, c, wire=True)
+    s.put("put", dst, src, Flag(peer, ring, "filled"), Flag(s.rank, total, "sent"), c.index, len(s.chunks))
+
+
+def _finish(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+    t = s.topology
+    rings = {m: Ring("rail", s.rank, m) for m in range(t.nodes) if m != s.node}
+    s.phase()
+    for c in chunks if t.nodes > 1 else ():
+        for m in rings:
+            s.wait_filled("rail", Flag(s.rank, rings[m], "filled"), c.index)
+        srcs: list[Place] = [
+            s.slot(Ring("sum", s.rank, m) if m == s.node else rings[m], c.index, c, wire=True) for m in range(t.nodes)
+        ]
+        s.reduce("rail", s.place("output", 0, c), srcs)
+        for m in rings:
+            s.signal("rail", Flag(s.rank, rings[m], "own"), c.index, len(s.chunks))
+    s.phase()
+    for c in chunks:
+        for m in rings:
+            s.wait_filled("credit", Flag(s.rank, rings[m], "own"), c.index)
+            s.credit("credit", Flag(t.rank(m, s.local_rank), rings[m], "credit"), c.index, len(s.chunks))
+
+
+def _destination(s: Steps, distance: int) -> int:
+    return (s.node + distance + 1) % s.topology.nodes
+
+
+def _parts(s: Steps) -> int:
+    return len(s.chunks) * s.topology.nodes

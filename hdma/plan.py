@@ -1,0 +1,266 @@
+"""Plans: a collective as a list of steps. Python writes them, C++ walks them, the simulator proves them.
+
+Five verbs (copy, put, signal, wait, reduce), and `enter` / `leave` around a lane's touch of the caller's tensors.
+A builder emits the steps of one rank in phases. The global issue order is: phase after phase, and within a phase rank
+after rank. A single thread could execute that order without blocking, so no number of queues, no mapping of lanes to
+queues and no skew between ranks can deadlock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from hdma.layout import Flag, Layout, Ring
+from hdma.topology import Topology
+
+# Lanes, and who walks them: near and rail a stream or the calling thread, put and credit the proxy.
+LANES = ("near", "rail", "put", "credit")
+PROXY_LANES = ("put", "credit")
+
+
+class Place(NamedTuple):
+    """`nbytes` bytes of `rank`: at shard * (the call's shard stride) + offset in `input` or `output`, at `offset` in
+    its `window`. `wire`: the elements there are in the wire dtype (node sums), not in the tensor's."""
+
+    space: str
+    rank: int
+    shard: int
+    offset: int
+    nbytes: int
+    wire: bool = False
+
+    def __str__(self) -> str:
+        shard = f"[{self.shard}]" if self.space != "window" else ""
+        return f"{self.space}{shard}@{self.rank}+{self.offset}:{self.nbytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one lane. Flag values are relative: chunks of the flag's ring since the call began."""
+
+    verb: str
+    rank: int
+    lane: str
+    phase: int
+    dst: Place | None = None
+    srcs: tuple[Place, ...] = ()
+    flag: Flag | None = None
+    value: int = 0
+    local: Flag | None = None  # put only: raised, to the same value, when the source may be reused
+    needs: int | None = None  # shard that the caller must have pushed before this step
+    gives: int | None = None  # shard that is complete in the output after this step
+
+    def __str__(self) -> str:
+        where = f"{self.lane:6} {self.verb:6}"
+        if self.verb == "wait":
+            return f"{where} {_flag(self.flag)} >= {self.value}"
+        if self.verb == "signal":
+            return f"{where} {_flag(self.flag)} = {self.value}"
+        text = where
+        if self.dst is not None:
+            text += f" {self.dst} <- {' + '.join(map(str, self.srcs))}"
+        if self.verb == "put":
+            text += f" then {_flag(self.flag)} = {self.value}"
+            text += f", here {_flag(self.local)} = {self.value}" if self.local else ""
+        if self.needs is not None:
+            text += f"  needs shard {self.needs}"
+        if self.gives is not None:
+            text += f"  gives shard {self.gives}"
+        return text
+
+
+def _flag(flag: Flag | None) -> str:
+    assert flag is not None
+    who = f" by {flag.who}" if flag.role in ("credit", "read", "sent") and flag.ring.purpose == "stage" else ""
+    at = f"@{flag.owner}" if flag.owner != flag.ring.owner else ""
+    return f"{flag.ring.purpose}[{flag.ring.owner}.{flag.ring.index}].{flag.role}{who}{at}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a plan is built, the same on all ranks.
+
+    element_nbytes: a chunk never cuts an element. wire_nbytes: bytes of an element of a node sum on the wire.
+    skew: chunks by which the issue order lets early phases run ahead (0 for two walkers, 1 for one in-order walker).
+    shard_major: all chunks of a shard before the next shard, so that shards complete one after the other.
+    """
+
+    element_nbytes: int = 1
+    wire_nbytes: int = 0
+    skew: int = 1
+    shard_major: bool = False
+
+    @property
+    def wire_ratio(self) -> int:
+        return max(1, self.wire_nbytes // self.element_nbytes)
+
+
+class Chunk(NamedTuple):
+    index: int
+    offset: int
+    nbytes: int
+
+
+Builder = Callable[["Steps"], None]
+
+
+class Steps:
+    """What a builder writes to: the steps of `rank`, in phases. `index` of a wait or signal is a chunk of the ring."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.topology, self.layout, self.variant = plan.topology, plan.layout, plan.variant
+        self.node, self.local_rank = self.topology.node(rank), self.topology.local_rank(rank)
+        self.chunks = plan.chunks
+        self.steps: list[Step] = []
+        self.spans: dict[Ring, int] = {}
+        self._phase = 0
+        self._entered: set[str] = set()
+
+    def phase(self) -> None:
+        """Begins the next phase. Every rank must begin the same number of phases in the same order."""
+        self._phase += 1
+
+    def place(self, space: str, shard: int, chunk: Chunk) -> Place:
+        return Place(space, self.rank, shard, chunk.offset, chunk.nbytes)
+
+    def slot(self, ring: Ring, index: int, chunk: Chunk, wire: bool = False) -> Place:
+        nbytes = chunk.nbytes * (self.variant.wire_ratio if wire else 1)
+        return Place("window", ring.owner, 0, self.layout.slot_offset(ring, index), nbytes, wire)
+
+    def enter(self, lane: str) -> None:
+        """Before the lane's first touch of the caller's tensors."""
+        if lane not in self._entered:
+            self._entered.add(lane)
+            self._add("enter", lane)
+
+    def leave(self) -> None:
+        """After the last touch of every lane that entered."""
+        for lane in LANES:
+            if lane in self._entered:
+                self._add("leave", lane)
+
+    def wait_filled(self, lane: str, flag: Flag, index: int) -> None:
+        """Until chunk `index` of the flag's ring is there."""
+        self._add("wait", lane, flag=flag, value=index + 1)
+
+    def wait_credit(self, lane: str, flag: Flag, index: int) -> None:
+        """Until the slot that chunk `index` will be written to has been read."""
+        self._add("wait", lane, flag=flag, value=index + 1 - self.layout.slots)
+
+    def signal(self, lane: str, flag: Flag, index: int, count: int) -> None:
+        """Chunk `index` of `count` done: the last one moves the ring to a multiple of its slots."""
+        self._add("signal", lane, flag=flag, value=self._raised(flag, index, count))
+
+    def copy(self, lane: str, dst: Place, src: Place, **mark: int | None) -> None:
+        """Between ranks a copy; on one device a reduce of one source (a driver's memcpy would hold compute units)."""
+        self._add("copy" if dst.rank != src.rank else "reduce", lane, dst, (src,), **mark)
+
+    def reduce(self, lane: str, dst: Place, srcs: list[Place], **mark: int | None) -> None:
+        self._add("reduce", lane, dst, tuple(srcs), **mark)
+
+    def put(self, lane: str, dst: Place, src: Place, flag: Flag, local: Flag, index: int, count: int) -> None:
+        value = self._raised(flag, index, count)
+        self._raised(local, index, count)
+        self._add("put", lane, dst, (src,), flag=flag, value=value, local=local)
+
+    def credit(self, lane: str, flag: Flag, index: int, count: int) -> None:
+        """A signal to another node: an empty put."""
+        self._add("put", lane, flag=flag, value=self._raised(flag, index, count))
+
+    def _raised(self, flag: Flag, index: int, count: int) -> int:
+        slots = self.layout.slots
+        span = -(-count // slots) * slots
+        self.spans[flag.ring] = span
+        return span if index == count - 1 else index + 1
+
+    def _add(
+        self,
+        verb: str,
+        lane: str,
+        dst: Place | None = None,
+        srcs: tuple[Place, ...] = (),
+        flag: Flag | None = None,
+        value: int = 0,
+        local: Flag | None = None,
+        needs: int | None = None,
+        gives: int | None = None,
+    ) -> None:
+        self.steps.append(Step(verb, self.rank, lane, self._phase, dst, srcs, flag, value, local, needs, gives))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One collective on one grid, for shards of `nbytes` bytes; lazy over ranks.
+
+    A longer message is the same plan run again at an offset: `nbytes` is at most `max_nbytes(...)`.
+    """
+
+    operation: str
+    layout: Layout
+    nbytes: int
+    variant: Variant
+    builder: Builder = field(repr=False)
+    max_chunks: int = 16
+
+    @property
+    def topology(self) -> Topology:
+        return self.layout.topology
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Pieces of a shard. An empty shard is one empty chunk, so that empty calls are ordered like any other."""
+        element = self.variant.element_nbytes
+        count = max(1, -(-self.nbytes // self.chunk_nbytes(self.layout, self.variant)))
+        elements = self.nbytes // element
+        size = -(-elements // count) * element
+        if size == 0:
+            return (Chunk(0, 0, 0),)
+        offsets = range(0, self.nbytes, size)
+        return tuple(Chunk(i, at, min(size, self.nbytes - at)) for i, at in enumerate(offsets))
+
+    @staticmethod
+    def chunk_nbytes(layout: Layout, variant: Variant) -> int:
+        """The largest chunk that fits a slot, whole elements (also in the wire dtype)."""
+        element = variant.element_nbytes
+        return layout.slot_nbytes // (element * variant.wire_ratio) * element
+
+    def steps(self, rank: int) -> list[Step]:
+        """The steps of one rank in issue order."""
+        return self._built(rank).steps
+
+    def spans(self, rank: int) -> dict[Ring, int]:
+        """How far the call moves the running chunk count of each ring that `rank` has to do with."""
+        return self._built(rank).spans
+
+    def issue_order(self, ranks: list[int] | None = None) -> Iterator[Step]:
+        """All ranks' steps in the one global order, for the simulator."""
+        each = [self.steps(rank) for rank in (range(self.topology.size) if ranks is None else ranks)]
+        return heapq.merge(*each, key=lambda step: step.phase)
+
+    def with_nbytes(self, nbytes: int) -> Plan:
+        return replace(self, nbytes=nbytes)
+
+    def _built(self, rank: int) -> Steps:
+        built = self._cache.get(rank)
+        if built is None:
+            built = self._cache[rank] = Steps(self, rank)
+            self.builder(built)
+        return built
+
+    @cached_property
+    def _cache(self) -> dict[int, Steps]:
+        return {}
+
+    def __str__(self) -> str:
+        t = self.topology
+        head = f"{self.operation} {t}, {self.nbytes} bytes a shard in {len(self.chunks)} chunks, {self.variant}"
+        lines = [head]
+        for rank in range(t.size):
+            lines.append(f"rank {rank} (node {t.node(rank)}, local rank {t.local_rank(rank)})")
+            lines += [f"  {step.phase:4} {step}" for step in self.steps(rank)]
+        return "\n".join(lines)
