@@ -17,7 +17,7 @@ from hdma.errors import UsageError
 from hdma.topology import Topology
 
 SLOT_ALIGN_NBYTES = 64
-# A flag has a cache line of its own: its waiter spins on it while neighbours are written.
+# A flag has a cache line of its own (csrc/shared.h): its waiter spins on it while neighbours are written.
 FLAG_NBYTES = 64
 
 
@@ -94,7 +94,11 @@ class Layout:
 
     @property
     def flags_nbytes(self) -> int:
-        return self._flag_first["end"] * FLAG_NBYTES
+        return self.flag_count * FLAG_NBYTES
+
+    @property
+    def flag_count(self) -> int:
+        return self._flag_first["end"]
 
     def slot_offset(self, ring: Ring, chunk: int) -> int:
         """Byte offset, in the owner's window, of the slot that `chunk` uses."""

@@ -172,10 +172,13 @@ class Steps:
         """A signal to another node: an empty put."""
         self._add("put", lane, flag=flag, value=self._raised(flag, index, count))
 
+    def move(self, ring: Ring, count: int) -> int:
+        """The call moves this rank's count of the ring past `count` chunks, to a multiple of its slots."""
+        span = self.spans[ring] = -(-count // self.layout.slots) * self.layout.slots
+        return span
+
     def _raised(self, flag: Flag, index: int, count: int) -> int:
-        slots = self.layout.slots
-        span = -(-count // slots) * slots
-        self.spans[flag.ring] = span
+        span = self.move(flag.ring, count)
         return span if index == count - 1 else index + 1
 
     def _add(

@@ -39,7 +39,10 @@ def reduce_scatter(s: Steps) -> None:
             _finish(s, s.chunks[done // nodes : done // nodes + 1] if last else ())
     if s.variant.shard_major:
         _finish(s, s.chunks)
-    assert count
+    # AllGather shares the rail rings, and there node mates count them too.
+    for mate in s.topology.mates(s.rank):
+        for peer in s.topology.rail(mate):
+            s.move(Ring("rail", mate, s.topology.node(peer)), count)
     s.phase()
     s.leave()
 
@@ -97,7 +100,8 @@ def _put(s: Steps, c: Chunk, distance: int) -> None:
 
 def _finish(s: Steps, chunks: tuple[Chunk, ...]) -> None:
     t = s.topology
-    rings = {m: Ring("rail", s.rank, m) for m in range(t.nodes) if m != s.node}
+    # The nearest sender first, as in AllGather; the sum below is in the order of nodes all the same.
+    rings = {t.node(peer): Ring("rail", s.rank, t.node(peer)) for peer in t.rail(s.rank)[::-1]}
     s.phase()
     for c in chunks if t.nodes > 1 else ():
         for m in rings:

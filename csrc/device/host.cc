@@ -1,0 +1,98 @@
+// device/host: host memory as a device. A window is a memfd, mapped by its node mates; lanes are the walking thread.
+//
+// Protocol: none of its own: flags are those of Shared.
+//
+// Threading: see device.h.
+//
+// Ordering: the walking thread copies, then raises with release; non-temporal stores, which are not ordered by that,
+// are fenced before copy() returns.
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/sysinfo.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "../kernels/reduce_host.h"
+#include "device.h"
+
+namespace hdma {
+
+namespace {
+
+class Host final : public Device {
+  public:
+    Host(int rank, int size, const std::vector<WindowPart> &parts, size_t window_nbytes, Shared &shared)
+        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), peers_(size) {
+        for (const WindowPart &part : parts) peers_[part.rank].memory = Fd(part.window_fd);
+        for (const WindowPart &part : parts) {
+            void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, peers_[part.rank].memory.get(), 0);
+            if (at == MAP_FAILED)
+                throw Error(Kind::Device, format("rank %d cannot map the window of rank %d (%zu bytes): %s", rank,
+                                                 part.rank, window_nbytes, errno_text(errno).c_str()));
+            peers_[part.rank].window = static_cast<char *>(at);
+        }
+    }
+
+    ~Host() override {
+        for (Peer &peer : peers_)
+            if (peer.window) munmap(peer.window, window_nbytes_);
+    }
+
+    void allocate_window() override {
+        // Reserved page by page now: a bare ftruncate would answer a full memory with SIGBUS at the first touch.
+        int error;
+        do error = posix_fallocate(peers_[rank_].memory.get(), 0, window_nbytes_);
+        while (error == EINTR);
+        if (!error) return;
+        struct sysinfo info {};
+        sysinfo(&info);
+        throw Error(Kind::Device, format("rank %d cannot allocate its window: %zu bytes of shared memory needed, about "
+                                         "%llu bytes of memory free: %s. Set HDMA_WINDOW_BYTES lower or free memory",
+                                         rank_, window_nbytes_,
+                                         static_cast<unsigned long long>(info.freeram) * info.mem_unit,
+                                         errno_text(error).c_str()));
+    }
+
+    char *window(int rank) override { return peers_[rank].window; }
+
+    void copy(void *dst, const void *src, size_t nbytes) override {
+        if (dst != src) memcpy(dst, src, nbytes);
+    }
+
+    void reduce(void *dst, Dtype dst_type, const void *const *srcs, size_t source_count, Dtype src_type,
+                size_t element_count) override {
+        if (source_count == 1 && dst_type == src_type)
+            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type));
+        else
+            reduce_host(dst, dst_type, srcs, source_count, src_type, element_count);
+    }
+
+    bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) override {
+        return shared_.wait(flag, value, deadline_ns);
+    }
+
+    void raise(int rank, uint32_t flag, uint32_t value, bool doorbell) override {
+        shared_.raise(rank, flag, value, doorbell);
+    }
+
+  private:
+    struct Peer {
+        Fd memory;
+        char *window = nullptr;
+    };
+    int rank_;
+    size_t window_nbytes_;
+    Shared &shared_;
+    std::vector<Peer> peers_;  // by rank; empty but for this rank and its node mates
+};
+
+}  // namespace
+
+std::unique_ptr<Device> host_device(int rank, int size, const std::vector<WindowPart> &parts, size_t window_nbytes,
+                                    Shared &shared) {
+    return std::make_unique<Host>(rank, size, parts, window_nbytes, shared);
+}
+
+}  // namespace hdma

@@ -1,0 +1,265 @@
+// engine: see engine.h.
+#include "engine.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace hdma {
+
+namespace {
+
+template <class Condition>
+bool wait_until(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, int64_t deadline_ns,
+                Condition condition) {
+    while (!condition()) {
+        int64_t left = deadline_ns - now_ns();
+        if (left <= 0) return false;
+        changed.wait_for(lock, std::chrono::nanoseconds(std::min<int64_t>(left, 100 * 1000 * 1000)));
+    }
+    return true;
+}
+
+}  // namespace
+
+bool Ticket::wait(int64_t deadline_ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!wait_until(changed_, lock, deadline_ns, [&] { return done_; })) return false;
+    if (error_) throw Error(*error_);
+    return true;
+}
+
+bool Ticket::done() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+}
+
+bool Ticket::wait_given(uint32_t mark, int64_t deadline_ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!wait_until(changed_, lock, deadline_ns, [&] { return done_ || given_.at(mark); })) return false;
+    if (error_) throw Error(*error_);
+    return true;
+}
+
+void Ticket::push(uint32_t mark) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) throw Error(*error_);
+    pushed_.at(mark) = 1;
+    changed_.notify_all();
+}
+
+bool Ticket::wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wait_until(changed_, lock, deadline_ns, [&] { return pushed_[mark] || fault.raised(); });
+    return pushed_[mark];
+}
+
+void Ticket::give(uint32_t mark) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    given_[mark] = 1;
+    changed_.notify_all();
+}
+
+void Ticket::complete(std::optional<Error> error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    done_ = true;
+    error_ = std::move(error);
+    changed_.notify_all();
+}
+
+Engine::Engine(Config config) : config_(std::move(config)), base_(config_.ring_count, 0) {
+    std::vector<Shared::Part> shared;
+    std::vector<WindowPart> windows;
+    for (const Peer &peer : config_.peers) {
+        shared.push_back({peer.rank, peer.flags_fd, peer.doorbell_fd});
+        windows.push_back({peer.rank, peer.window_fd});
+    }
+    int rank = config_.rank, size = config_.size;
+    shared_ = std::make_unique<Shared>(rank, size, shared, config_.flag_count * sizeof(Word), config_.spin_ns, fault_);
+    device_ = host_device(rank, size, windows, config_.window_nbytes, *shared_);
+    calls_ = std::make_unique<Calls>(rank, size, *shared_, fault_);
+    control_ = std::make_unique<Control>(std::move(config_.control), *calls_, fault_);
+    fault_.listen([this] { shared_->wake(); });
+    if (!config_.tcp.empty()) {
+        char *window = device_->window(rank);
+        proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, window, *shared_, *calls_, fault_);
+        proxy_->start(tcp_wire(config_.tcp, window, config_.window_nbytes, config_.flag_count, *proxy_));
+    }
+    control_->start();
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::run(const Call &call) {
+    {
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        // No deadline: the worker's own waits have theirs, and empty the queue one way or the other.
+        queue_changed_.wait(lock, [&] { return queue_.empty(); });
+        if (closing_) throw Error(Kind::Error, "this communicator is closed");
+    }
+    std::lock_guard<std::mutex> lock(walk_mutex_);
+    execute(call, nullptr);
+}
+
+std::shared_ptr<Ticket> Engine::submit(const Call &call) {
+    auto ticket = std::make_shared<Ticket>(call.marks);
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    if (closing_) throw Error(Kind::Error, "this communicator is closed");
+    fault_.check();
+    if (!worker_.started()) worker_.start("hdma-worker", [this] { work(); });
+    queue_.push_back({call, ticket});
+    queue_changed_.notify_all();
+    return ticket;
+}
+
+void Engine::work() {
+    std::unique_lock<std::mutex> lock(queue_mutex_);
+    for (;;) {
+        queue_changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) return;
+        Job job = queue_.front();
+        lock.unlock();
+        std::optional<Error> error;
+        try {
+            std::lock_guard<std::mutex> walking(walk_mutex_);
+            execute(job.call, job.ticket.get());
+        } catch (const Error &e) {
+            error = e;
+        }
+        job.ticket->complete(std::move(error));
+        lock.lock();
+        queue_.pop_front();
+        queue_changed_.notify_all();
+    }
+}
+
+void Engine::execute(const Call &call, Ticket *ticket) try {
+    fingerprint_ = calls_->begin(call.text);
+    if (config_.size > 1 && !windows_open_) open_windows();
+    int64_t offset = 0;
+    uint32_t mark = 0;
+    for (const Piece &piece : call.pieces) {
+        const LoadedPlan &plan = *piece.plan;
+        for (uint32_t i = 0; i < piece.repeats; ++i) {
+            if (proxy_) proxy_->submit(piece.plan, fingerprint_);
+            walk(plan, call, offset, mark, call.marks ? ticket : nullptr);
+            for (const Span &span : plan.spans) base_[span.ring] += span.chunks;
+            offset += piece.nbytes;
+            mark += plan.order_count;
+        }
+    }
+} catch (const Error &error) {
+    // Whatever stopped this rank in mid-call leaves its peers waiting: the communicator has ended for all.
+    fault_.raise(error.kind, error.text);
+    throw;
+}
+
+void Engine::open_windows() {
+    int rank = config_.rank;
+    device_->allocate_window();
+    shared_->raise(shared_->board(rank).window_ready, 1);
+    shared_->ring(rank);
+    int64_t deadline = now_ns() + config_.timeout_ns;
+    for (int peer = 0; peer < config_.size; ++peer)
+        if (shared_->has(peer) && !shared_->wait(shared_->board(peer).window_ready, 1, deadline))
+            time_out(format("rank %d to begin its first call", peer));
+    windows_open_ = true;
+}
+
+char *Engine::address(const Place &place, const Call &call, int64_t offset) {
+    switch (place.space) {
+        case Space::Input: return call.input + place.shard * call.input_stride + offset + place.offset;
+        case Space::Output: return call.output + place.shard * call.output_stride + offset + place.offset;
+        default: return device_->window(place.rank) + place.offset;
+    }
+}
+
+void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint32_t first_mark, Ticket *ticket) {
+    std::vector<const void *> srcs;
+    uint64_t copies = 0, copied = 0, reduces = 0, reduced = 0;
+    for (const Step &step : plan.walk) {
+        uint32_t value = base_[step.ring] + step.value;
+        if (step.needs >= 0 && ticket && call.pushes) {
+            uint32_t mark = first_mark + static_cast<uint32_t>(step.needs);
+            if (!ticket->wait_pushed(mark, now_ns() + config_.timeout_ns, fault_))
+                time_out(format("its caller to push piece %u of the order", mark));
+        }
+        switch (step.verb) {
+            case Verb::Wait:
+                if (!shared_->test(step.flag, value)) hold(step, value);
+                break;
+            case Verb::Signal: device_->raise(step.flag_owner, step.flag, value, step.doorbell); break;
+            case Verb::Copy:
+            case Verb::Reduce: {
+                char *dst = address(step.dst, call, offset);
+                const Place *sources = &plan.sources[step.first_source];
+                if (step.source_count == 1 && sources->wire == step.dst.wire) {
+                    device_->copy(dst, address(*sources, call, offset), step.dst.nbytes);
+                    ++copies;
+                    copied += step.dst.nbytes;
+                    break;
+                }
+                Dtype to = step.dst.wire ? call.wire_dtype : call.dtype, from = sources->wire ? call.wire_dtype : call.dtype;
+                srcs.clear();
+                for (uint32_t s = 0; s < step.source_count; ++s) srcs.push_back(address(sources[s], call, offset));
+                device_->reduce(dst, to, srcs.data(), step.source_count, from, step.dst.nbytes / dtype_nbytes(to));
+                ++reduces;
+                reduced += step.dst.nbytes;
+                break;
+            }
+            default: break;
+        }
+        if (step.gives >= 0 && ticket) ticket->give(first_mark + static_cast<uint32_t>(step.gives));
+    }
+    copies_.fetch_add(copies, std::memory_order_relaxed);
+    copy_nbytes_.fetch_add(copied, std::memory_order_relaxed);
+    reduces_.fetch_add(reduces, std::memory_order_relaxed);
+    reduce_nbytes_.fetch_add(reduced, std::memory_order_relaxed);
+}
+
+void Engine::hold(const Step &step, uint32_t value) {
+    if (device_->wait(step.flag, value, now_ns() + config_.timeout_ns)) return;
+    time_out(config_.flag_names.at(step.flag));
+}
+
+void Engine::time_out(const std::string &waits_for) {
+    fault_.check();
+    std::string text = format("rank %d waited %g s in call %llu, %s, for: %s.", config_.rank, config_.timeout_ns * 1e-9,
+                              static_cast<unsigned long long>(fingerprint_.call), fingerprint_.text, waits_for.c_str());
+    std::string others = calls_->whereabouts();
+    if (!others.empty()) text += " Other ranks: " + others + ".";
+    throw Error(Kind::Timeout, text + " HDMA_TIMEOUT_S sets the limit");
+}
+
+void Engine::close() {
+    {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        if (closed_) return;
+        closing_ = closed_ = true;
+        queue_changed_.notify_all();
+    }
+    worker_.join();
+    if (proxy_) {
+        proxy_->drain(now_ns() + config_.timeout_ns);
+        wire_sent_nbytes_ = proxy_->sent_nbytes();
+    }
+    // The goodbye before the data connections end, so that their end is no loss.
+    control_->close();
+    if (proxy_) proxy_->close();
+}
+
+Engine::Stats Engine::stats() {
+    Stats s{};
+    s.calls = calls_->begun();
+    s.copies = copies_.load();
+    s.copy_nbytes = copy_nbytes_.load();
+    s.reduces = reduces_.load();
+    s.reduce_nbytes = reduce_nbytes_.load();
+    if (proxy_) {
+        s.puts = proxy_->puts();
+        s.put_nbytes = proxy_->put_nbytes();
+        s.wire_sent_nbytes = closed_ ? wire_sent_nbytes_ : proxy_->sent_nbytes();
+    }
+    return s;
+}
+
+}  // namespace hdma

@@ -1,0 +1,132 @@
+// engine: walks plans. The heart of a communicator in C++: device, shared flags, calls, control and proxy together.
+//
+// Protocol: a call is plans, each run a number of times at increasing offsets. For every run the put and credit lanes
+// go to the proxy, and the near and rail lanes are walked here, in issue order; then the running chunk count of every
+// ring moves on by the plan's span. What a peer still needs after a call has returned (puts, credits) is the proxy's:
+// a peer's progress never depends on this rank calling again.
+//
+//     caller --run--------------------> walk (near, rail)
+//     caller --submit--> worker ------> walk             + proxy (put, credit) for each run
+//
+// Threading: one walk at a time: run() waits for the worker's queue to empty. The worker starts with the first
+// submit(). Tickets may be waited for from any thread.
+//
+// Ordering: flags (shared.h). A ticket is completed under its lock after the last step of its walk.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include "calls.h"
+#include "control.h"
+#include "device/device.h"
+#include "proxy.h"
+
+namespace hdma {
+
+struct Piece {
+    std::shared_ptr<const LoadedPlan> plan;
+    uint32_t repeats;
+    int64_t nbytes;  // of a shard in one run: how far the next run starts
+};
+
+struct Call {
+    std::string text;
+    std::vector<Piece> pieces;
+    char *input, *output;
+    int64_t input_stride, output_stride;  // bytes from shard to shard
+    Dtype dtype, wire_dtype;
+    uint32_t marks = 0;   // (shard, part) pairs that the caller pushes or waits for one by one; 0: none
+    bool pushes = false;  // the walk holds before a pair that was not pushed
+};
+
+// An asynchronous call.
+class Ticket {
+  public:
+    Ticket(uint32_t marks) : pushed_(marks), given_(marks) {}
+    // True when done, false at the deadline. Throws the call's Error.
+    bool wait(int64_t deadline_ns);
+    bool done();
+    // Until the pair with this number is complete in the output, or the call is done; false at the deadline.
+    bool wait_given(uint32_t mark, int64_t deadline_ns);
+    void push(uint32_t mark);
+
+  private:
+    friend class Engine;
+    bool wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault);
+    void give(uint32_t mark);
+    void complete(std::optional<Error> error);
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool done_ = false;
+    std::optional<Error> error_;
+    std::vector<char> pushed_, given_;
+};
+
+class Engine {
+  public:
+    struct Peer {
+        int rank, flags_fd, window_fd, doorbell_fd;  // this rank and its node mates
+    };
+    struct Config {
+        int rank, size;
+        size_t flag_count, ring_count, window_nbytes;
+        int64_t timeout_ns, spin_ns;
+        std::vector<std::string> flag_names;
+        std::vector<Peer> peers;
+        std::vector<Control::Part> control;
+        std::vector<TcpPart> tcp;
+    };
+    explicit Engine(Config config);
+    ~Engine();
+
+    void run(const Call &call);
+    std::shared_ptr<Ticket> submit(const Call &call);
+    // Ends the communicator on all ranks.
+    void abort(Kind kind, const std::string &text) { fault_.raise(kind, text); }
+    // Finishes what was submitted and what peers still need, says goodbye; at most the time-out.
+    void close();
+    const Fault &fault() const { return fault_; }
+
+    struct Stats {
+        uint64_t calls, copies, copy_nbytes, reduces, reduce_nbytes, puts, put_nbytes, wire_sent_nbytes;
+    };
+    Stats stats();
+
+  private:
+    void execute(const Call &call, Ticket *ticket);
+    void open_windows();
+    void walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint32_t first_mark, Ticket *ticket);
+    void hold(const Step &step, uint32_t value);
+    [[noreturn]] void time_out(const std::string &waits_for);
+    char *address(const Place &place, const Call &call, int64_t offset);
+    void work();
+
+    Config config_;
+    Fault fault_;
+    std::unique_ptr<Shared> shared_;
+    std::unique_ptr<Device> device_;
+    std::unique_ptr<Calls> calls_;
+    std::unique_ptr<Control> control_;
+    std::unique_ptr<Proxy> proxy_;
+    std::vector<uint32_t> base_;
+    Fingerprint fingerprint_;
+    bool windows_open_ = false;
+    std::atomic<uint64_t> copies_{0}, copy_nbytes_{0}, reduces_{0}, reduce_nbytes_{0};
+    uint64_t wire_sent_nbytes_ = 0;  // once the proxy is closed
+
+    struct Job {
+        Call call;
+        std::shared_ptr<Ticket> ticket;
+    };
+    std::mutex walk_mutex_, queue_mutex_;
+    std::condition_variable queue_changed_;
+    std::deque<Job> queue_;  // the front is being walked
+    bool closing_ = false, closed_ = false;
+    Thread worker_;
+};
+
+}  // namespace hdma

@@ -1,0 +1,158 @@
+"""The environment variables of hdma: one table, read at use.
+
+`env.TIMEOUT_S.read()` gives the parsed value or the default. The first read also warns about HDMA_* names that are not
+in the table, since a misspelt variable is otherwise silently without effect.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hdma.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One row of the table. `parse` raises ValueError with what it would accept; `agree`: equal on all ranks."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+    agree: bool
+
+    def read(self) -> T:
+        """The value in force. An empty string counts as not set. Raises `UsageError` for a value that cannot be."""
+        warn_unknown()
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name}={text!r} cannot be used: {error}. {self.name} is {self.meaning}; "
+                f"unset it for the default ({self.default})"
+            ) from None
+
+
+def _number(low: float, unit: str, integer: bool = True) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        try:
+            value = int(text) if integer else float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value < float("inf"):
+            raise ValueError(f"it must be {'a whole number' if integer else 'a number'} of {unit}, {low:g} or more")
+        return value
+
+    return parse
+
+
+_UNITS = {"": 1, "K": 10, "M": 20, "G": 30}
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes of `4096`, `64K`, `64KiB`, `1.5M` or `2GiB`; K, M and G are powers of 1024. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", text.strip().upper())
+    value = float(match[1]) * (1 << _UNITS[match[2]] if match[2] else 1) if match else -1.0
+    if value < 0 or value != int(value):
+        raise ValueError("it must be a whole number of bytes, such as 65536, 64K, 64KiB, 16M or 1GiB")
+    return int(value)
+
+
+def _window_nbytes(text: str) -> int:
+    value = parse_nbytes(text)
+    if value < 4096:
+        raise ValueError("a window has 4 KiB or more")
+    return value
+
+
+def _one_of(*words: str, refused: dict[str, str] | None = None) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        word = text.lower()
+        if refused and word in refused:
+            raise ValueError(f"{refused[word]}; use one of {', '.join(words)}")
+        if word not in words:
+            raise ValueError(f"it must be one of {', '.join(words)}")
+        return word
+
+    return parse
+
+
+_LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
+
+
+def _level(text: str) -> str:
+    return _one_of(*(level.lower() for level in _LEVELS))(text).upper()
+
+
+RANKS_PER_NODE: Variable[int | None] = Variable(
+    "HDMA_RANKS_PER_NODE", _number(1, "ranks"), None, "the number of ranks that make one node (unset: a host)", True
+)
+WIRE = Variable(
+    "HDMA_WIRE",
+    _one_of("auto", "tcp", refused={"verbs": "this version has no RDMA wire"}),
+    "auto",
+    "the network between nodes: auto or tcp",
+    True,
+)
+DEVICE = Variable(
+    "HDMA_DEVICE",
+    _one_of("auto", "host", refused=dict.fromkeys(("cuda", "hip"), "this version has no GPU device")),
+    "auto",
+    "where the tensors are: auto or host",
+    True,
+)
+TIMEOUT_S: Variable[float] = Variable(
+    "HDMA_TIMEOUT_S", _number(0.001, "seconds", integer=False), 300.0, "the longest wait for a rank, in seconds", False
+)
+WINDOW_NBYTES = Variable(
+    "HDMA_WINDOW_BYTES", _window_nbytes, 64 << 20, "the memory of one rank that its peers may write or read", True
+)
+CHUNK_NBYTES = Variable(
+    "HDMA_CHUNK_BYTES", parse_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: chosen by size)", True
+)
+RENDEZVOUS: Variable[Path | None] = Variable(
+    "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False
+)
+DEBUG = Variable("HDMA_DEBUG", _level, "WARN", f"how much is printed: {', '.join(_LEVELS)}", False)
+
+TABLE: tuple[Variable[Any], ...] = (
+    RANKS_PER_NODE,
+    WIRE,
+    DEVICE,
+    TIMEOUT_S,
+    WINDOW_NBYTES,
+    CHUNK_NBYTES,
+    RENDEZVOUS,
+    DEBUG,
+)
+
+
+def agreed() -> dict[str, str]:
+    """Values in force that must be equal on all ranks, by name: what ranks compare at start-up."""
+    return {variable.name: str(variable.read()) for variable in TABLE if variable.agree}
+
+
+_warned: set[str] = set()
+
+
+def warn_unknown() -> None:
+    """Warns once about each HDMA_* variable that is not in the table, with the nearest name that is."""
+    known = [variable.name for variable in TABLE]
+    for name in sorted(os.environ):
+        if name.startswith("HDMA_") and name not in known and name not in _warned:
+            _warned.add(name)
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            warnings.warn(f"{name} has no effect: hdma has no such variable; {hint}", RuntimeWarning, stacklevel=3)
