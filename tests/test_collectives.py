@@ -1,0 +1,49 @@
+"""AllGather and ReduceScatter between real processes, equal to numpy bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import environment, mpirun, ranks
+
+PROGRAMS = Path(__file__).parent / "programs"
+GRIDS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 2)]
+SIZES = "0,1,7,4096,1000003"
+
+
+def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, str]:
+    """Nodes of ranks on this machine; they meet in `folder`."""
+    settings: dict[str, object] = {"HDMA_RANKS_PER_NODE": grid[1], "HDMA_RENDEZVOUS": folder, "HDMA_TIMEOUT_S": 60}
+    return environment(**(settings | more))
+
+
+def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, **more: object) -> None:
+    finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], grid_env(grid, folder, **more))
+    assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("window", [{}, {"HDMA_WINDOW_BYTES": 65536}], ids=["default", "64KiB"])
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
+def test_matrix(grid: tuple[int, int], window: dict[str, object], tmp_path: Path) -> None:
+    run_grid("matrix.py", grid, tmp_path, SIZES, **window)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)], ids=lambda grid: f"{grid[0]}x{grid[1]}")
+def test_shards_as_they_land(grid: tuple[int, int], tmp_path: Path) -> None:
+    run_grid("landing.py", grid, tmp_path, HDMA_WINDOW_BYTES=1 << 20)
+
+
+def test_bytes_on_the_wire(tmp_path: Path) -> None:
+    for nodes, local in ((2, 2), (3, 1), (1, 2)):
+        run_grid("counts.py", (nodes, local), tmp_path / f"{nodes}x{local}")
+
+
+def test_rounding_and_determinism(tmp_path: Path) -> None:
+    run_grid("rounding.py", (2, 2), tmp_path)
+
+
+def test_torch_tensors_under_mpirun() -> None:
+    done = mpirun(4, [PROGRAMS / "tensors.py"], environment(HDMA_RANKS_PER_NODE=2, HDMA_TIMEOUT_S=60))
+    assert done.code == 0, done.out
