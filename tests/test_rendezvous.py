@@ -60,7 +60,8 @@ def test_folder_twice(tmp_path):
     launch = Launch(0, 2, None, None, "test", "job/7")
     first = Folder(launch, tmp_path, 0)
     started = time.monotonic()
-    with pytest.raises(errors.UsageError, match=f"rank 0 joined twice.*process {os.getpid()} on {socket.gethostname()}"):
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(errors.UsageError, match=f"rank 0 joined twice.*{who}"):
         Folder(launch, tmp_path, 0)
     assert time.monotonic() - started < 0.5
     first.close()
