@@ -11,8 +11,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CXXFLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fPIC", "-pthread", "-fno-trapping-math", "-ffunction-sections", "-fdata-sections"]
-OURS = ["-Wall", "-Wextra"]
+CXXFLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fPIC", "-pthread", "-ffunction-sections", "-fdata-sections"]
+# Without -fno-trapping-math the compiler may not turn comparisons of floats into vector code.
+OURS = ["-Wall", "-Wextra", "-fno-trapping-math"]
 NANOBIND = ["-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS", "-w"]
 
 
@@ -41,7 +42,8 @@ class Build(build_ext):
             objects = list(pool.map(compile_one, [str(src / "nb_combined.cpp"), *ext.sources]))
         path = self.get_ext_fullpath(ext.name)
         link = ["-pthread", "-Wl,--gc-sections"]
-        self.compiler.link_shared_object(objects, path, extra_postargs=link, target_lang="c++")
+        self.compiler.link_shared_object(objects, path + ".new", extra_postargs=link, target_lang="c++")
+        os.replace(path + ".new", path)
 
 
 def up_to_date(target: str, depends: str) -> bool:

@@ -8,6 +8,9 @@ namespace hdma {
 
 namespace {
 
+// Shards from this length on leave the caches before the caller can read them all.
+constexpr int64_t kStreamingNbytes = 1 << 20;
+
 template <class Condition>
 bool wait_until(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, int64_t deadline_ns,
                 Condition condition) {
@@ -193,7 +196,8 @@ void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint
                 char *dst = address(step.dst, call, offset);
                 const Place *sources = &plan.sources[step.first_source];
                 if (step.source_count == 1 && sources->wire == step.dst.wire) {
-                    device_->copy(dst, address(*sources, call, offset), step.dst.nbytes);
+                    bool streaming = step.dst.space == Space::Output && call.output_stride >= kStreamingNbytes;
+                    device_->copy(dst, address(*sources, call, offset), step.dst.nbytes, streaming);
                     ++copies;
                     copied += step.dst.nbytes;
                     break;

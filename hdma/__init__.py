@@ -11,7 +11,6 @@ from hdma.work import StartedCall, Work
 from hdma.world import init
 
 
-
 def __getattr__(name: str) -> Any:
     # The simulator is for developers: programs that only communicate do not wait for it to load.
     if name == "simulate":

@@ -6,7 +6,8 @@ import atexit
 import os
 import weakref
 from collections import OrderedDict, deque
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from hdma import _core, connect, env, errors
 from hdma.algorithms import build, max_shard_nbytes
@@ -25,6 +26,24 @@ _SPIN_S = 20e-6
 # The numbers of Dtype in csrc/plan.h; all others are moved as bytes, not summed.
 _SUMMED = {"float32": 1, "bfloat16": 2, "float16": 3}
 _CACHED_PLANS = 256
+
+class _Request(NamedTuple):
+    """A checked call: `nbytes` of one shard, `text` for the fingerprint, `dtypes` of tensors and wire as numbers."""
+
+    operation: str
+    text: str
+    out: Buffer
+    inp: Buffer
+    nbytes: int
+    variant: Variant
+    dtypes: tuple[int, int]
+
+    def where(self) -> tuple[int, int, int, int, int, int]:
+        return self.inp.address, self.out.address, self.nbytes, self.nbytes, *self.dtypes
+
+    def tensors(self) -> tuple[Any, Any]:
+        return self.out.owner, self.inp.owner
+
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
@@ -74,33 +93,35 @@ class Communicator:
         `inp` may be that part of `out` itself (in place). With `async_op` returns a `Work`; neither tensor may be
         touched before its `wait()`. Raises `UsageError` where sizes or dtypes do not fit, or they overlap otherwise.
         """
-        return self._call(*self._all_gather(out, inp), async_op)
+        return self._call(self._all_gather(out, inp), async_op)
 
     def reduce_scatter(
         self, out: Any, inp: Any, op: Any = "sum", wire_dtype: Any = None, async_op: bool = False
     ) -> Work | None:
-        """out = the sum over ranks r of inp[rank * out.numel() : (rank + 1) * out.numel()] of r; float32, bfloat16, float16.
+        """out = the sum over ranks r of inp[rank * out.numel() : (rank + 1) * out.numel()] of r, in floating point.
+
+        The dtypes are float32, bfloat16 and float16.
 
         Accumulates in float32 in fixed order (within a node by local rank, then by node), so that every run gives the
         same bits. Node sums travel in the tensors' dtype, rounded once per node and once at the end, or with
         `wire_dtype="float32"` in float32: one rounding, twice the bytes between nodes.
         `out` may be this rank's part of `inp`. Raises `UsageError` where sizes, dtypes or `op` do not fit.
         """
-        return self._call(*self._reduce_scatter(out, inp, op, wire_dtype), async_op)
+        return self._call(self._reduce_scatter(out, inp, op, wire_dtype), async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns (or its `Work` is done) after every rank has called it."""
         # An AllGather of nothing: complete when a flag has come from every rank.
         nothing = Buffer(0, 0, 1, "bytes", None)
-        return self._call("all_gather", "barrier()", nothing, nothing, 0, Variant(), (0, 0), async_op)
+        return self._call(_Request("all_gather", "barrier()", nothing, nothing, 0, Variant(), (0, 0)), async_op)
 
     def start_all_gather(self, out: Any, inp: Any) -> StartedCall:
         """AllGather whose shards can be used as they land: see `StartedCall`."""
-        return self._start(*self._all_gather(out, inp), pushes=False)
+        return self._start(self._all_gather(out, inp), pushes=False)
 
     def start_reduce_scatter(self, out: Any, inp: Any, op: Any = "sum", wire_dtype: Any = None) -> StartedCall:
         """ReduceScatter whose input shards are pushed as they are made: see `StartedCall`."""
-        return self._start(*self._reduce_scatter(out, inp, op, wire_dtype), pushes=True)
+        return self._start(self._reduce_scatter(out, inp, op, wire_dtype), pushes=True)
 
     def stats(self) -> dict[str, int]:
         """Counts of this rank since the communicator began.
@@ -132,13 +153,13 @@ class Communicator:
         where = f"rank {self.rank} of {self.size}, {self.topology} nodes x ranks"
         return f"<hdma.Communicator {where}{', closed' if self._closed else ''}>"
 
-    def _all_gather(self, out: Any, inp: Any) -> tuple[Any, ...]:
+    def _all_gather(self, out: Any, inp: Any) -> _Request:
         dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
         self._check("all_gather", dst, src, whole=dst, part=src)
         text = f"all_gather({src.dtype}, {src.nbytes} bytes a shard)"
-        return "all_gather", text, dst, src, src.nbytes, Variant(src.itemsize), (0, 0)
+        return _Request("all_gather", text, dst, src, src.nbytes, Variant(src.itemsize), (0, 0))
 
-    def _reduce_scatter(self, out: Any, inp: Any, op: Any, wire_dtype: Any) -> tuple[Any, ...]:
+    def _reduce_scatter(self, out: Any, inp: Any, op: Any, wire_dtype: Any) -> _Request:
         dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
         self._check("reduce_scatter", dst, src, whole=src, part=dst)
         op_name = (op if isinstance(op, str) else str(getattr(op, "name", op)).rpartition(".")[2]).lower()
@@ -151,7 +172,8 @@ class Communicator:
             raise UsageError(f"reduce_scatter: wire_dtype must be {src.dtype} or float32, not {wire}")
         text = f"reduce_scatter({op_name}, {src.dtype}, {dst.nbytes} bytes a shard, {wire} on the wire)"
         variant = Variant(src.itemsize, 4 if wire == "float32" else src.itemsize)
-        return "reduce_scatter", text, dst, src, dst.nbytes, variant, (_SUMMED[src.dtype], _SUMMED[wire])
+        dtypes = (_SUMMED[src.dtype], _SUMMED[wire])
+        return _Request("reduce_scatter", text, dst, src, dst.nbytes, variant, dtypes)
 
     def _check(self, call: str, out: Buffer, inp: Buffer, whole: Buffer, part: Buffer) -> None:
         if out.dtype != inp.dtype:
@@ -169,48 +191,28 @@ class Communicator:
                 "the larger, or share no byte with it"
             )
 
-    def _call(
-        self,
-        operation: str,
-        text: str,
-        out: Buffer,
-        inp: Buffer,
-        nbytes: int,
-        variant: Variant,
-        dtypes: tuple[int, int],
-        async_op: bool,
-    ) -> Work | None:
-        pieces, _ = self._pieces(operation, nbytes, variant)
-        where = (text, pieces, inp.address, out.address, nbytes, nbytes, *dtypes)
+    def _call(self, request: _Request, async_op: bool) -> Work | None:
+        pieces, _ = self._pieces(request.operation, request.nbytes, request.variant)
         self._check_open()
         if not async_op:
-            self._engine.run(*where)
+            self._engine.run(request.text, pieces, *request.where())
             return None
-        return self._keep(Work(self._engine.submit(*where, 0, False), (out.owner, inp.owner)))
+        ticket = self._engine.submit(request.text, pieces, *request.where(), 0, False)
+        return self._keep(Work(ticket, request.tensors()))
 
-    def _start(
-        self,
-        operation: str,
-        text: str,
-        out: Buffer,
-        inp: Buffer,
-        nbytes: int,
-        variant: Variant,
-        dtypes: tuple[int, int],
-        pushes: bool,
-    ) -> StartedCall:
-        variant = Variant(variant.element_nbytes, variant.wire_nbytes, variant.skew, shard_major=True)
-        pieces, orders = self._pieces(operation, nbytes, variant)
+    def _start(self, request: _Request, pushes: bool) -> StartedCall:
+        variant = replace(request.variant, shard_major=True)
+        pieces, orders = self._pieces(request.operation, request.nbytes, variant)
         order = [(shard, part) for part, shards in enumerate(orders) for shard in shards]
         bounds, at = [], 0
-        for _, repeats, piece_nbytes in pieces:
-            for _ in range(repeats):
-                bounds.append((at // inp.itemsize, (at + piece_nbytes) // inp.itemsize))
-                at += piece_nbytes
+        for nbytes in (nbytes for _, repeats, nbytes in pieces for _ in range(repeats)):
+            bounds.append((at // request.inp.itemsize, (at + nbytes) // request.inp.itemsize))
+            at += nbytes
         self._check_open()
-        text = f"start_{text}"
-        ticket = self._engine.submit(text, pieces, inp.address, out.address, nbytes, nbytes, *dtypes, len(order), pushes)
-        return StartedCall(self._keep(Work(ticket, (out.owner, inp.owner))), ticket, order, bounds, self._timeout_s, pushes)
+        text = f"start_{request.text}"
+        ticket = self._engine.submit(text, pieces, *request.where(), len(order), pushes)
+        work = self._keep(Work(ticket, request.tensors()))
+        return StartedCall(work, ticket, order, bounds, self._timeout_s, pushes)
 
     def _check_open(self) -> None:
         if self._closed:

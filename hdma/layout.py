@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     purpose: str
     owner: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
 
 
 class Flag(NamedTuple):

@@ -100,7 +100,7 @@ class Variant:
 
 
 class Chunk(NamedTuple):
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     offset: int
     nbytes: int
 
@@ -156,12 +156,12 @@ class Steps:
         """Chunk `index` of `count` done: the last one moves the ring to a multiple of its slots."""
         self._add("signal", lane, flag=flag, value=self._raised(flag, index, count))
 
-    def copy(self, lane: str, dst: Place, src: Place, **mark: int | None) -> None:
+    def copy(self, lane: str, dst: Place, src: Place, needs: int | None = None, gives: int | None = None) -> None:
         """Between ranks a copy; on one device a reduce of one source (a driver's memcpy would hold compute units)."""
-        self._add("copy" if dst.rank != src.rank else "reduce", lane, dst, (src,), **mark)
+        self._add("copy" if dst.rank != src.rank else "reduce", lane, dst, (src,), needs=needs, gives=gives)
 
-    def reduce(self, lane: str, dst: Place, srcs: list[Place], **mark: int | None) -> None:
-        self._add("reduce", lane, dst, tuple(srcs), **mark)
+    def reduce(self, lane: str, dst: Place, srcs: list[Place], needs: int | None = None) -> None:
+        self._add("reduce", lane, dst, tuple(srcs), needs=needs)
 
     def put(self, lane: str, dst: Place, src: Place, flag: Flag, local: Flag, index: int, count: int) -> None:
         value = self._raised(flag, index, count)

@@ -62,7 +62,7 @@ def dtype_name(dtype: Any) -> str:
     if text.startswith("torch."):
         return text.removeprefix("torch.")
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     except TypeError:
         return text
 

@@ -89,4 +89,6 @@ class StartedCall:
             return self._marks[shard, part]
         except KeyError:
             shards = len({s for s, _ in self.order})
-            raise UsageError(f"there is no (shard, part) = ({shard}, {part}): {shards} shards, {self.parts} parts") from None
+            raise UsageError(
+                f"there is no (shard, part) = ({shard}, {part}): {shards} shards, {self.parts} parts"
+            ) from None

@@ -18,8 +18,10 @@ class Wrong(Exception):
 
 
 def run(calls: list[Plan], queues: int, policy: str, seed: int, reuse: bool) -> None:
-    """Runs the calls with `queues` in-order queues a rank, lanes mapped to them at random. `reuse`: the caller fills and
-    reads the tensors of a call between the calls; otherwise all calls are under way at once. Raises `Wrong`."""
+    """Runs the calls with `queues` in-order queues a rank, lanes mapped to them at random. Raises `Wrong`.
+
+    `reuse`: the caller reads and fills its tensors between the calls; otherwise all calls are under way at once.
+    """
     _Schedule(calls, queues, policy, seed, reuse).run()
 
 
@@ -112,7 +114,7 @@ class _Schedule:
 
     def _move(self, call: int, op: Op) -> None:
         assert op.dst is not None
-        added = sum([self._read(call, cell) for cell, _ in op.srcs], [])
+        added = [source for cell, _ in op.srcs for source in self._read(call, cell)]
         cell = op.dst[0]
         self.memory[call if cell >= self.scripts[call].inputs_at else -1, cell] = added
 

@@ -58,7 +58,9 @@ def test_rank_missing_at_start_up(tmp_path: Path) -> None:
         assert re.search(r"hdma.errors.TimeoutError: .*\b1\b", each.out), each.out
 
 
-@pytest.mark.parametrize("name, values", [("HDMA_CHUNK_BYTES", ("65536", "32768")), ("HDMA_WINDOW_BYTES", ("1M", "2M"))])
+@pytest.mark.parametrize(
+    "name, values", [("HDMA_CHUNK_BYTES", ("65536", "32768")), ("HDMA_WINDOW_BYTES", ("1M", "2M"))]
+)
 def test_settings_differ(name: str, values: tuple[str, str], tmp_path: Path) -> None:
     program = ["-c", f"import os; os.environ[{name!r}] = {values!r}[int(os.environ['RANK'])]; import hdma; hdma.init()"]
     for each in ranks(2, program, environment(HDMA_RENDEZVOUS=tmp_path, HDMA_TIMEOUT_S=10)):
@@ -74,6 +76,9 @@ def test_unequal_nodes_and_small_windows(tmp_path: Path) -> None:
 
 
 def test_exit_without_close(tmp_path: Path) -> None:
-    program = ["-c", "import hdma, numpy as np; c = hdma.init(); c.all_gather(np.zeros(c.size), np.zeros(1), async_op=True)"]
+    program = [
+        "-c",
+        "import hdma, numpy as np; c = hdma.init(); c.all_gather(np.zeros(c.size), np.zeros(1), async_op=True)",
+    ]
     for each in ranks(4, program, grid_env((2, 2), tmp_path)):
         assert each.code == 0 and not each.out, each.out

@@ -14,7 +14,7 @@ from hdma import errors, rendezvous
 from hdma.launch import Launch
 from hdma.rendezvous.folder import Folder
 
-MEET = ROOT / "tests" / "meet.py"
+MEET = ROOT / "tests" / "programs" / "meet.py"
 
 
 def results(folder: Path) -> dict[int, dict]:

@@ -25,7 +25,8 @@ class Device {
     virtual void allocate_window() = 0;
     virtual char *window(int rank) = 0;  // of this rank or of a node mate, at its address in this process
 
-    virtual void copy(void *dst, const void *src, size_t nbytes) = 0;
+    // `streaming`: nobody reads the destination soon.
+    virtual void copy(void *dst, const void *src, size_t nbytes, bool streaming) = 0;
     // dst = the sum of the sources in their order, accumulated wide and rounded once; of one source a copy.
     virtual void reduce(void *dst, Dtype dst_type, const void *const *srcs, size_t source_count, Dtype src_type,
                         size_t element_count) = 0;

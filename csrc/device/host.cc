@@ -14,6 +14,7 @@
 
 #include <cstring>
 
+#include "../kernels/copy_host.h"
 #include "../kernels/reduce_host.h"
 #include "device.h"
 
@@ -57,14 +58,18 @@ class Host final : public Device {
 
     char *window(int rank) override { return peers_[rank].window; }
 
-    void copy(void *dst, const void *src, size_t nbytes) override {
-        if (dst != src) memcpy(dst, src, nbytes);
+    void copy(void *dst, const void *src, size_t nbytes, bool streaming) override {
+        if (dst == src) return;
+        if (streaming)
+            copy_streaming(dst, src, nbytes);
+        else
+            memcpy(dst, src, nbytes);
     }
 
     void reduce(void *dst, Dtype dst_type, const void *const *srcs, size_t source_count, Dtype src_type,
                 size_t element_count) override {
         if (source_count == 1 && dst_type == src_type)
-            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type));
+            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type), false);
         else
             reduce_host(dst, dst_type, srcs, source_count, src_type, element_count);
     }

@@ -15,6 +15,9 @@ from hdma.rendezvous.base import Deadline, Rendezvous, missing_error, twice_erro
 # The host waits no longer than this for others to have read, and stays this long after it has given up.
 _READ_S, _LINGER_S = 5.0, 0.2
 
+# What this process hosts lives as long as it does: another rank may already use the port for torch.distributed.
+_hosted: list[Any] = []
+
 
 def from_environment(launch: Launch, meeting: int, timeout_s: float) -> TorchStore:
     """Joins the store at MASTER_ADDR:MASTER_PORT, as torch's env:// does: torchrun's, else rank 0 hosts it.
@@ -49,6 +52,8 @@ def from_environment(launch: Launch, meeting: int, timeout_s: float) -> TorchSto
             remedy = "or another program uses the port: choose another MASTER_PORT"
             raise twice_error(0, f"{where} is taken", remedy) from error
         raise WireError(f"rank {launch.rank} cannot {'host' if host else 'join'} {where}: {reason}") from error
+    if host:
+        _hosted.append(store)
     return TorchStore(launch, store, meeting, where, host)
 
 

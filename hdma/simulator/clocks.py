@@ -72,8 +72,17 @@ class Clocks:
         clock = self._clock[lane]
         values = self._values.get(word)
         if clock is not None and values is not None and value > 0:
-            np.maximum(clock, self._known[word][bisect_left(values, value)], out=clock)
+            np.maximum(clock, self.known(word, value), out=clock)
             self._fresh[lane] = None
+
+    def known(self, word: int, value: int) -> Clock:
+        """What the first signal that raised the flag to `value` or above knew."""
+        return self._known[word][bisect_left(self._values[word], value)]
+
+    def clock_of(self, lane: int) -> Clock:
+        """A copy of what the lane knows."""
+        clock = self._clock[lane]
+        return np.zeros(0, np.int32) if clock is None else clock.copy()
 
     def signal(self, lane: int, word: int, value: int) -> None:
         """The lane or wire raises a flag to `value`."""

@@ -31,7 +31,12 @@ CASES = {
     "dtype": (lambda: ag(100, F16), lambda: ag(100, np.int16), "float16", "int16"),
     "nothing": (lambda: ag(0), lambda: ag(100), "all_gather(float32, 0 bytes", "400 bytes"),
     "barrier": (lambda: comm.barrier(), lambda: ag(0), "barrier()", "all_gather"),
-    "wire dtype": (lambda: rs(100, F16), lambda: rs(100, F16, wire_dtype="float32"), "float16 on the wire", "float32 on"),
+    "wire dtype": (
+        lambda: rs(100, F16),
+        lambda: rs(100, F16, wire_dtype="float32"),
+        "float16 on the wire",
+        "float32 on",
+    ),
     "order": (lambda: swapped(101), lambda: swapped(202), "404 bytes", "808 bytes"),
     "asynchronous": (
         lambda: comm.all_gather(np.zeros(comm.size), np.zeros(1), async_op=True).wait(),

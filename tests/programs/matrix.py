@@ -63,7 +63,11 @@ for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         if dtype is not np.float32:
             out = np.zeros(numel, dtype)
             comm.reduce_scatter(out, inputs[rank], wire_dtype="float32")
-            check(f"float32 wire reduce_scatter {what}", out, reduce_scatter(mine, comm.nodes, comm.local_size, np.float32))
+            check(
+                f"float32 wire reduce_scatter {what}",
+                out,
+                reduce_scatter(mine, comm.nodes, comm.local_size, np.float32),
+            )
 comm.barrier()
 comm.close()
 print("\n".join(failures) or "all equal")

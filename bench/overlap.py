@@ -1,0 +1,134 @@
+"""A GEMM alone, a collective alone, both together: what does the collective cost the GEMM that runs beside it?
+
+    mpirun -n 4 python bench/overlap.py -B hdma,gloo --json overlap.json       (or torchrun --nproc-per-node=4)
+
+Each shape m x n x k is a layer under fully sharded data parallelism: beside its GEMM, AllGather brings the n x k
+weights of the next layer, or ReduceScatter sums the gradients of the last; a shard is that matrix over the ranks.
+Results are compared with torch's before anything is timed; a difference ends the run with code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import record
+import report
+import torch
+from backends import BACKENDS, COLLECTIVES, Backend, Ranks, gate, tensors
+from record import Record
+
+SHAPES = "512x1024x1024,512x2048x2048,512x4096x2048"
+# Clocks settle under load (a GEMM slows by up to a fifth within seconds): warm until two medians agree.
+STEADY, WARM_TURNS = 0.05, 3
+
+
+class Case:
+    """One GEMM and one collective of one backend on this rank."""
+
+    def __init__(self, ranks: Ranks, backend: Backend, collective: str, gemm: tuple[int, int, int], dtype: torch.dtype):
+        m, n, k = gemm
+        self.ranks = ranks
+        self._left, self._right, self._product = (torch.randn(s).to(dtype) for s in ((m, k), (k, n), (m, n)))
+        self._call = getattr(backend, collective)
+        self._out, self._inp = tensors(collective, shard_numel(gemm, ranks.size), dtype, ranks.rank, ranks.size)
+
+    def gemm(self) -> None:
+        torch.mm(self._left, self._right, out=self._product)
+
+    def collective(self) -> None:
+        self._call(self._out, self._inp)
+
+    def turn(self) -> list[float]:
+        """Seconds on this rank: GEMM alone, collective alone, both together, the GEMM in there."""
+        beside_s = 0.0
+
+        def both() -> None:
+            nonlocal beside_s
+            work = self._call(self._out, self._inp, async_op=True)
+            start = time.perf_counter()
+            self.gemm()
+            beside_s = time.perf_counter() - start
+            work.wait()
+
+        timed = self.ranks.timed
+        return [timed(self.gemm), timed(self.collective), timed(both), beside_s]
+
+
+def shard_numel(gemm: tuple[int, int, int], size: int) -> int:
+    """Elements of the n x k matrix that one rank holds, rounded up."""
+    return -(-gemm[1] * gemm[2] // size)
+
+
+def warm_up(ranks: Ranks, cases: list[Case], limit_s: float) -> None:
+    """Turns until the time of a round is steady on the slowest rank, or the limit is reached; the same on all ranks."""
+    start, last = time.perf_counter(), 0.0
+    while True:
+        times = [sum(sum(case.turn()[:3]) for case in cases) for _ in range(WARM_TURNS)]
+        now, spent_s = ranks.maxima([median(times), time.perf_counter() - start])
+        if abs(now - last) < STEADY * now or spent_s > limit_s:
+            return
+        last = now
+
+
+def measure(
+    ranks: Ranks, collective: str, gemm: tuple[int, int, int], args: argparse.Namespace, tell: Callable[[str], None]
+) -> list[Record]:
+    """One record a backend for this shape. Backends take turns, so that a drift of the machine meets all alike."""
+    dtype = getattr(torch, args.dtype)
+    numel = shard_numel(gemm, ranks.size)
+    gate(ranks, collective, numel, dtype)
+    cases = {name: Case(ranks, backend, collective, gemm, dtype) for name, backend in ranks.backends.items()}
+    warm_up(ranks, list(cases.values()), args.warm_limit_s)
+    mine: dict[str, list[list[float]]] = {name: [] for name in cases}
+    for _ in range(args.turns):
+        for name, case in cases.items():
+            mine[name].append(case.turn())
+            tell(f"{collective} {'x'.join(map(str, gemm))} {name}")
+    records = []
+    for name, turns in mine.items():
+        flat = ranks.maxima([value for turn in turns for value in turn])
+        columns = {key: flat[i::4] for i, key in enumerate(("gemm_s", "collective_s", "both_s", "gemm_beside_s"))}
+        about = {"kind": "overlap", "backend": name, "collective": collective, "gemm": gemm, "dtype": args.dtype}
+        records.append({**about, "shard_nbytes": numel * dtype.itemsize, **columns})
+    return records
+
+
+def parse_shapes(text: str) -> list[tuple[int, int, int]]:
+    shapes = []
+    for shape in text.split(","):
+        parts = shape.split("x")
+        if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+            raise argparse.ArgumentTypeError(f"{shape!r} is not a shape such as 512x1024x1024 (m x n x k)")
+        m, n, k = map(int, parts)
+        shapes.append((m, n, k))
+    return shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"])
+    parser.add_argument("--collectives", type=record.names_of(COLLECTIVES), default=list(COLLECTIVES))
+    parser.add_argument("--shapes", type=parse_shapes, default=SHAPES, help=f"m x n x k of the GEMMs ({SHAPES})")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--turns", type=int, default=7, help="measured turns of each case (7)")
+    parser.add_argument("--warm-limit-s", type=float, default=4.0, help="longest warm-up of each shape, seconds (4)")
+    parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
+    args = parser.parse_args()
+    ranks = Ranks(args.backends)
+    records = [record.header(ranks.size, ranks.nodes)]
+    cases = [(collective, shape) for collective in args.collectives for shape in args.shapes]
+    with record.progress(len(cases) * args.turns * len(args.backends), ranks.rank) as tell:
+        for collective, shape in cases:
+            records += measure(ranks, collective, shape, args, tell)
+    if ranks.rank == 0:
+        print(report.table(records), flush=True)
+        if args.json:
+            record.write(args.json, records)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
