@@ -43,7 +43,7 @@ def test_each_wait_and_signal_dropped_is_rejected_or_redundant_for_a_reason(case
     reasons = Reasons([plan] * 3)
     accepted = set()
     for fault in drops(plan):
-        error = rejection(fault, plan=fault.plan, other=other)
+        error = rejection(fault, other)
         if error is None:
             flag, reason = fault.step.flag, reasons.of(fault.step)
             assert flag is not None
@@ -55,8 +55,8 @@ def test_each_wait_and_signal_dropped_is_rejected_or_redundant_for_a_reason(case
 def test_a_rejection_names_rank_lane_step_and_flag() -> None:
     plan, other = calls("ar", 2, 2, 1, 3)
     fault = next(f for f in drops(plan) if f.step.flag is not None and f.step.flag.role == "credit")
-    assert "rank 1" in str(rejection(fault, plan, other)) or "rank 0" in str(rejection(fault, plan, other))
-    text = str(rejection(fault, plan, other))
+    assert "rank 1" in str(rejection(fault, other)) or "rank 0" in str(rejection(fault, other))
+    text = str(rejection(fault, other))
     assert "all_gather 2x2, call" in text
     assert "lane near, step" in text
 

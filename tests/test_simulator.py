@@ -47,6 +47,10 @@ def test_64x8_is_proved_by_the_view_of_a_node() -> None:
     assert time.process_time() - start_s < 120
 
 
+def test_8x8_with_the_slots_and_skew_of_a_single_walker() -> None:
+    prove(calls("ar", 8, 8, slots=4, chunks=5, skew=1))
+
+
 def test_calls_of_different_sizes_on_one_communicator() -> None:
     layout, variant = Layout(Topology(2, 3), 2, 64), Variant(element_nbytes=4, wire_nbytes=8, skew=0)
     rng = random.Random(7)
@@ -103,7 +107,7 @@ def test_every_fault_that_a_schedule_shows_is_rejected() -> None:
         for i, fault in enumerate(drops(plan)):
             if i % 3:
                 continue
-            error = rejection(fault, plan, other)
+            error = rejection(fault, other)
             rejected += error is not None
             try:
                 for policy in schedules.POLICIES:

@@ -51,7 +51,7 @@ def drops(plan: Plan) -> Iterator[Fault]:
                 yield Fault(step, edited(plan, lambda steps, i=i, q=quiet: steps.__setitem__(i, q), rank))  # type: ignore[misc]
 
 
-def rejection(fault: Fault, plan: Plan, other: Plan) -> str | None:
+def rejection(fault: Fault, other: Plan) -> str | None:
     """What the proof says to the faulty plan, called three times or around a call of `other`; None if it accepts it."""
     for calls in ([fault.plan] * 3, [fault.plan, other, fault.plan]):
         try:
@@ -84,7 +84,9 @@ class Reasons(Run):
                 return told[-1]
             steps = self.scripts[0].plan.steps(step.rank)
             behind = [s for s in steps[steps.index(step) :] if s.lane == step.lane and s.verb in ("signal", "put")]
-            return f"guards `{_text(behind[0])}`, which is redundant: {self.of(behind[0])}" if behind else "guards nothing"
+            return (
+                f"guards `{_text(behind[0])}`, which is redundant: {self.of(behind[0])}" if behind else "guards nothing"
+            )
         waits = self.served[id(step)]
         if not waits:
             return "no wait asks for it: they are past it, or ask for a later value of the flag"
