@@ -74,7 +74,8 @@ class Step:
 
 
 def _flag(flag: Flag | None) -> str:
-    assert flag is not None
+    if flag is None:
+        return "no flag"
     who = f" by {flag.who}" if flag.role in ("credit", "read", "sent") and flag.ring.purpose == "stage" else ""
     at = f"@{flag.owner}" if flag.owner != flag.ring.owner else ""
     return f"{flag.ring.purpose}[{flag.ring.owner}.{flag.ring.index}].{flag.role}{who}{at}"

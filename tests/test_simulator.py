@@ -36,7 +36,7 @@ def test_small_grids_with_more_slots_and_skew(slots: int, skew: int) -> None:
         prove(calls("arara", nodes, mates, slots, chunks=slots, skew=skew, shard_major=True))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_64x8_is_proved_by_the_view_of_a_node() -> None:
     start_s = time.process_time()
     plans = calls("arar", 64, 8, slots=1, chunks=1)

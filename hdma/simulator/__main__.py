@@ -1,4 +1,4 @@
-"""`python -m hdma.simulator`: proves grids, drops every wait and signal of the 2x2 plans in turn, and prints what came out.
+"""`python -m hdma.simulator`: proves grids, drops every wait and signal of the 2x2 plans in turn, prints what came out.
 
 `--all` goes on to 8x8 and to 64x8, which takes a minute or two.
 """
@@ -49,9 +49,7 @@ def drop_each(plan: Plan, other: Plan) -> None:
     for fault in drops(plan):
         count += 1
         if rejection(fault, other) is None:
-            flag = fault.step.local or fault.step.flag
-            assert flag is not None
-            accepted.setdefault(f"{fault.step.verb} {flag.ring.purpose}.{flag.role}", []).append(fault)
+            accepted.setdefault(f"{fault.step.verb} {fault.flag.ring.purpose}.{fault.flag.role}", []).append(fault)
     slots, rejected = plan.layout.slots, count - sum(map(len, accepted.values()))
     print(f"2x2 {plan.operation}, {slots} slots: {rejected} of {count} waits and signals are needed")
     for name, faults in accepted.items():

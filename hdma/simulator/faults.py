@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hdma.errors import PlanError
+from hdma.layout import Flag
 from hdma.plan import Plan, Step, Steps
 from hdma.simulator.clocks import Clock, Clocks
 from hdma.simulator.prove import Run, prove, write_scripts
@@ -22,9 +23,10 @@ Edit = Callable[[list[Step]], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """`step` of the plan dropped; of a put that carries bytes, only its local completion."""
+    """`plan`: the plan without `step`; of a put that carries bytes, without the raising of `flag`."""
 
     step: Step
+    flag: Flag
     plan: Plan
 
 
@@ -41,14 +43,24 @@ def edited(plan: Plan, edit: Edit, rank: int | None = None) -> Plan:
 
 
 def drops(plan: Plan) -> Iterator[Fault]:
-    """One fault for each wait, each signal (also by an empty put) and each local completion of a put."""
+    """One fault for each wait, each signal (also by an empty put) and each of the two flags of a put."""
     for rank in range(plan.topology.size):
         for i, step in enumerate(plan.steps(rank)):
-            if step.verb in ("wait", "signal") or (step.verb == "put" and step.dst is None):
-                yield Fault(step, edited(plan, lambda steps, i=i: steps.pop(i), rank))  # type: ignore[misc]
-            elif step.local is not None:
-                quiet = replace(step, local=None)
-                yield Fault(step, edited(plan, lambda steps, i=i, q=quiet: steps.__setitem__(i, q), rank))  # type: ignore[misc]
+            if step.flag is None:
+                continue
+            if step.dst is None:
+                yield Fault(step, step.flag, edited(plan, _instead(i), rank))
+            else:
+                yield Fault(step, step.flag, edited(plan, _instead(i, replace(step, flag=None)), rank))
+            if step.local is not None:
+                yield Fault(step, step.local, edited(plan, _instead(i, replace(step, local=None)), rank))
+
+
+def _instead(i: int, *steps: Step) -> Edit:
+    def edit(mine: list[Step]) -> None:
+        mine[i : i + 1] = steps
+
+    return edit
 
 
 def rejection(fault: Fault, other: Plan) -> str | None:

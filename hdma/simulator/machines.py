@@ -38,12 +38,12 @@ class Machine:
     post_s: float
     put_s: float
     one_memory: bool = False
-    walkers: tuple[tuple[str, ...], ...] = (("near",), ("rail",), ("put", "credit"))
+    walkers: tuple[tuple[str, ...], ...] = (("near",), ("rail",), ("put",), ("credit",))
     estimated: tuple[str, ...] = ()
 
 
-ONE_WALKER = (("near", "rail"), ("put", "credit"))
-A_QUEUE_PER_LANE = (("near",), ("rail",), ("put",), ("credit",))
+# A thread walks both lanes. The proxy's lanes never hold each other.
+ONE_WALKER = (("near", "rail"), ("put",), ("credit",))
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine

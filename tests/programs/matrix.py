@@ -27,15 +27,15 @@ for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         what = f"{np.dtype(dtype).name} {numel}"
         shards = [values(r, numel, dtype) for r in range(size)]
         gathered = np.concatenate(shards)
-        inputs = [values(r, size * numel, dtype, seed=1) for r in range(size)]
-        mine = [x[rank * numel : (rank + 1) * numel] for x in inputs]
+        whole = values(rank, size * numel, dtype, seed=1)
+        mine = [values(r, numel, dtype, seed=1, start=rank * numel) for r in range(size)]
         summed = reduce_scatter(mine, comm.nodes, comm.local_size, dtype)
 
         out = np.zeros(size * numel, dtype)
         comm.all_gather(out, shards[rank])
         check(f"all_gather {what}", out, gathered)
         out = np.zeros(numel, dtype)
-        comm.reduce_scatter(out, inputs[rank])
+        comm.reduce_scatter(out, whole)
         check(f"reduce_scatter {what}", out, summed)
 
         # Views that begin at any element of a cache line, in place, and both calls in flight at once.
@@ -43,7 +43,7 @@ for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         inp[:] = shards[rank]
         works = [comm.all_gather(out, inp, async_op=True)]
         inp2, out2 = misaligned(size * numel, dtype, 5 * itemsize), misaligned(numel, dtype, 7 * itemsize)
-        inp2[:] = inputs[rank]
+        inp2[:] = whole
         works.append(comm.reduce_scatter(out2, inp2, async_op=True))
         for work in works:
             work.wait()
@@ -55,14 +55,14 @@ for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         part[:] = shards[rank]
         comm.all_gather(out, part)
         check(f"in place all_gather {what}", out, gathered)
-        inp = inputs[rank].copy()
+        inp = whole.copy()
         part = inp[rank * numel : (rank + 1) * numel]
         comm.reduce_scatter(part, inp)
         check(f"in place reduce_scatter {what}", part, summed)
 
         if dtype is not np.float32:
             out = np.zeros(numel, dtype)
-            comm.reduce_scatter(out, inputs[rank], wire_dtype="float32")
+            comm.reduce_scatter(out, whole, wire_dtype="float32")
             check(
                 f"float32 wire reduce_scatter {what}",
                 out,

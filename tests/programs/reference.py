@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 
 
-def values(rank: int, numel: int, dtype: Any, seed: int = 0) -> np.ndarray:
-    """The input of a rank: any rank can compute any other's. Sums of these round differently in another order."""
-    rng = np.random.Generator(np.random.SFC64([seed, rank, numel]))
-    return (rng.standard_normal(numel, np.float32) * np.float32(2.0) ** rng.integers(-6, 6, numel)).astype(dtype)
+def values(rank: int, numel: int, dtype: Any, seed: int = 0, start: int = 0) -> np.ndarray:
+    """Elements `start` to `start + numel` of the input of a rank: any rank can compute any other's.
+
+    Mixed signs and sizes, so that sums round differently in another order.
+    """
+    x = np.arange(start, start + numel, dtype=np.uint32) * np.uint32(2654435761)
+    x ^= np.uint32((rank * 40503 + seed * 7919) & 0xFFFFFFFF)
+    x *= np.uint32(2246822519)
+    x ^= x >> np.uint32(13)
+    # A float32 of any sign and mantissa whose exponent lies between -6 and 1.
+    bits = (x & np.uint32(0x83FFFFFF)) + np.uint32((127 - 6) << 23)
+    return bits.view(np.float32).astype(dtype)
 
 
 def reduce_scatter(inputs: list[np.ndarray], nodes: int, local_size: int, wire: Any) -> np.ndarray:
