@@ -22,8 +22,7 @@ build: $(VENV)/built
 
 # Two nodes of two ranks on this machine: the leg between nodes really runs, over TCP.
 demo: build
-	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/overlap.py --json overlap.json
-	$(BIN)/python bench/report.py overlap.json --plot overlap.png
+	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/overlap.py --json overlap.json --plot overlap.png
 
 test: build
 	$(BIN)/python -m pytest

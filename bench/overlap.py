@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7, help="measured turns of each case (7)")
     parser.add_argument("--warm-limit-s", type=float, default=4.0, help="longest warm-up of each shape, seconds (4)")
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
+    parser.add_argument("--plot", metavar="PNG", help="also draw bars into this file")
     args = parser.parse_args()
     ranks = Ranks(args.backends)
     records = [record.header(ranks.size, ranks.nodes)]
@@ -127,6 +128,8 @@ def main() -> None:
         print(report.table(records), flush=True)
         if args.json:
             record.write(args.json, records)
+        if args.plot:
+            report.plot(records, args.plot)
     ranks.close()
 
 

@@ -14,6 +14,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "engine.h"
@@ -29,6 +30,27 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 int64_t deadline_ns(double timeout_s) {
     if (!std::isfinite(timeout_s) || timeout_s < 0 || timeout_s > 1e8) return INT64_MAX;
     return now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+}
+
+// Ctrl-C, seen by a thread that waits without the GIL. The signal's exception stays set, to be raised as it is.
+bool interrupted() {
+    nb::gil_scoped_acquire locked;
+    return PyErr_CheckSignals() != 0;
+}
+
+// Waits in slices so that Ctrl-C is seen; `wait(deadline_ns)` returns whether it is over.
+template <class Wait>
+bool wait_interruptibly(double timeout_s, Wait wait) {
+    int64_t deadline = deadline_ns(timeout_s);
+    for (;;) {
+        int64_t slice = std::min(deadline, now_ns() + 200 * 1000 * 1000);
+        {
+            nb::gil_scoped_release unlocked;
+            if (wait(slice)) return true;
+        }
+        if (PyErr_CheckSignals()) throw nb::python_error();
+        if (now_ns() >= deadline) return false;
+    }
 }
 
 struct Rows {
@@ -70,6 +92,7 @@ std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_
     config.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
     config.spin_ns = static_cast<int64_t>(spin_s * 1e9);
     config.flag_names = std::move(flag_names);
+    config.interrupted = interrupted;
     for (auto [peer, flags_fd, window_fd, doorbell_fd] : peers)
         config.peers.push_back({peer, flags_fd, window_fd, doorbell_fd});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, fd, name});
@@ -113,9 +136,14 @@ NB_MODULE(_core, m) {
     }));
 
     nb::class_<Ticket>(m, "Ticket")
-        .def("wait", [](Ticket &t, double timeout_s) { return t.wait(deadline_ns(timeout_s)); }, Unlocked())
+        .def("wait",
+             [](Ticket &t, double timeout_s) {
+                 return wait_interruptibly(timeout_s, [&](int64_t deadline) { return t.wait(deadline); });
+             })
         .def("wait_given",
-             [](Ticket &t, uint32_t mark, double timeout_s) { return t.wait_given(mark, deadline_ns(timeout_s)); }, Unlocked())
+             [](Ticket &t, uint32_t mark, double timeout_s) {
+                 return wait_interruptibly(timeout_s, [&](int64_t deadline) { return t.wait_given(mark, deadline); });
+             })
         .def("push", &Ticket::push, Unlocked())
         .def("done", &Ticket::done);
 
@@ -127,8 +155,13 @@ NB_MODULE(_core, m) {
              [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
                 int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype) {
                  Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, 0, false);
-                 nb::gil_scoped_release unlocked;
-                 e.run(call);
+                 try {
+                     nb::gil_scoped_release unlocked;
+                     e.run(call);
+                 } catch (const Error &) {
+                     if (PyErr_Occurred()) throw nb::python_error();
+                     throw;
+                 }
              })
         .def("submit",
              [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,

@@ -10,6 +10,8 @@ namespace {
 
 // Shards from this length on leave the caches before the caller can read them all.
 constexpr int64_t kStreamingNbytes = 1 << 20;
+// How often a wait looks whether the user has pressed Ctrl-C.
+constexpr int64_t kInterruptNs = 200 * 1000 * 1000;
 
 template <class Condition>
 bool wait_until(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, int64_t deadline_ns,
@@ -50,10 +52,11 @@ void Ticket::push(uint32_t mark) {
     changed_.notify_all();
 }
 
-bool Ticket::wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault) {
+Ticket::Pushed Ticket::wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault,
+                                   const std::atomic<bool> &closing) {
     std::unique_lock<std::mutex> lock(mutex_);
-    wait_until(changed_, lock, deadline_ns, [&] { return pushed_[mark] || fault.raised(); });
-    return pushed_[mark];
+    wait_until(changed_, lock, deadline_ns, [&] { return pushed_[mark] || fault.raised() || closing.load(); });
+    return pushed_[mark] ? Pushed::Yes : closing.load() ? Pushed::Never : Pushed::Late;
 }
 
 void Ticket::give(uint32_t mark) {
@@ -117,7 +120,7 @@ std::shared_ptr<Ticket> Engine::submit(const Call &call) {
 void Engine::work() {
     std::unique_lock<std::mutex> lock(queue_mutex_);
     for (;;) {
-        queue_changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+        queue_changed_.wait(lock, [&] { return closing_.load() || !queue_.empty(); });
         if (queue_.empty()) return;
         Job job = queue_.front();
         lock.unlock();
@@ -137,14 +140,14 @@ void Engine::work() {
 
 void Engine::execute(const Call &call, Ticket *ticket) try {
     fingerprint_ = calls_->begin(call.text);
-    if (config_.size > 1 && !windows_open_) open_windows();
+    if (config_.size > 1 && !windows_open_) open_windows(!ticket);
     int64_t offset = 0;
     uint32_t mark = 0;
     for (const Piece &piece : call.pieces) {
         const LoadedPlan &plan = *piece.plan;
         for (uint32_t i = 0; i < piece.repeats; ++i) {
             if (proxy_) proxy_->submit(piece.plan, fingerprint_);
-            walk(plan, call, offset, mark, call.marks ? ticket : nullptr);
+            walk(plan, call, offset, mark, ticket);
             for (const Span &span : plan.spans) base_[span.ring] += span.chunks;
             offset += piece.nbytes;
             mark += plan.order_count;
@@ -156,15 +159,27 @@ void Engine::execute(const Call &call, Ticket *ticket) try {
     throw;
 }
 
-void Engine::open_windows() {
+template <class Wait>
+void Engine::hold(bool callers_thread, const std::string &waits_for, Wait wait) {
+    int64_t deadline = now_ns() + config_.timeout_ns;
+    for (int64_t now = now_ns(); now < deadline && !fault_.raised(); now = now_ns()) {
+        if (wait(std::min(deadline, now + kInterruptNs))) return;
+        if (callers_thread && config_.interrupted && config_.interrupted())
+            throw Error(Kind::Error, format("rank %d was interrupted in %s", config_.rank, fingerprint_.text));
+    }
+    time_out(waits_for);
+}
+
+void Engine::open_windows(bool callers_thread) {
     int rank = config_.rank;
     device_->allocate_window();
     shared_->raise(shared_->board(rank).window_ready, 1);
     shared_->ring(rank);
-    int64_t deadline = now_ns() + config_.timeout_ns;
     for (int peer = 0; peer < config_.size; ++peer)
-        if (shared_->has(peer) && !shared_->wait(shared_->board(peer).window_ready, 1, deadline))
-            time_out(format("rank %d to begin its first call", peer));
+        if (shared_->has(peer))
+            hold(callers_thread, format("rank %d to begin its first call", peer), [&](int64_t deadline_ns) {
+                return shared_->wait(shared_->board(peer).window_ready, 1, deadline_ns);
+            });
     windows_open_ = true;
 }
 
@@ -181,14 +196,19 @@ void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint
     uint64_t copies = 0, copied = 0, reduces = 0, reduced = 0;
     for (const Step &step : plan.walk) {
         uint32_t value = base_[step.ring] + step.value;
-        if (step.needs >= 0 && ticket && call.pushes) {
+        if (ticket && step.needs >= 0 && call.pushes) {
             uint32_t mark = first_mark + static_cast<uint32_t>(step.needs);
-            if (!ticket->wait_pushed(mark, now_ns() + config_.timeout_ns, fault_))
-                time_out(format("its caller to push piece %u of the order", mark));
+            auto pushed = ticket->wait_pushed(mark, now_ns() + config_.timeout_ns, fault_, closing_);
+            if (pushed == Ticket::Pushed::Late) time_out(format("its caller to push piece %u of the order", mark));
+            if (pushed == Ticket::Pushed::Never)
+                throw Error(Kind::Usage, format("rank %d closed its communicator in %s before it had pushed every shard",
+                                                config_.rank, call.text.c_str()));
         }
         switch (step.verb) {
             case Verb::Wait:
-                if (!shared_->test(step.flag, value)) hold(step, value);
+                if (shared_->test(step.flag, value)) break;
+                hold(!ticket, config_.flag_names[step.flag],
+                     [&](int64_t deadline_ns) { return device_->wait(step.flag, value, deadline_ns); });
                 break;
             case Verb::Signal: device_->raise(step.flag_owner, step.flag, value, step.doorbell); break;
             case Verb::Copy:
@@ -212,17 +232,12 @@ void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint
             }
             default: break;
         }
-        if (step.gives >= 0 && ticket) ticket->give(first_mark + static_cast<uint32_t>(step.gives));
+        if (ticket && step.gives >= 0 && call.marks) ticket->give(first_mark + static_cast<uint32_t>(step.gives));
     }
     copies_.fetch_add(copies, std::memory_order_relaxed);
     copy_nbytes_.fetch_add(copied, std::memory_order_relaxed);
     reduces_.fetch_add(reduces, std::memory_order_relaxed);
     reduce_nbytes_.fetch_add(reduced, std::memory_order_relaxed);
-}
-
-void Engine::hold(const Step &step, uint32_t value) {
-    if (device_->wait(step.flag, value, now_ns() + config_.timeout_ns)) return;
-    time_out(config_.flag_names.at(step.flag));
 }
 
 void Engine::time_out(const std::string &waits_for) {
@@ -237,8 +252,7 @@ void Engine::time_out(const std::string &waits_for) {
 void Engine::close() {
     {
         std::lock_guard<std::mutex> lock(queue_mutex_);
-        if (closed_) return;
-        closing_ = closed_ = true;
+        if (closing_.exchange(true)) return;
         queue_changed_.notify_all();
     }
     worker_.join();
@@ -261,7 +275,7 @@ Engine::Stats Engine::stats() {
     if (proxy_) {
         s.puts = proxy_->puts();
         s.put_nbytes = proxy_->put_nbytes();
-        s.wire_sent_nbytes = closed_ ? wire_sent_nbytes_ : proxy_->sent_nbytes();
+        s.wire_sent_nbytes = closing_ ? wire_sent_nbytes_.load() : proxy_->sent_nbytes();
     }
     return s;
 }

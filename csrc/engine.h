@@ -55,7 +55,8 @@ class Ticket {
 
   private:
     friend class Engine;
-    bool wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault);
+    enum class Pushed { Yes, Late, Never };
+    Pushed wait_pushed(uint32_t mark, int64_t deadline_ns, const Fault &fault, const std::atomic<bool> &closing);
     void give(uint32_t mark);
     void complete(std::optional<Error> error);
 
@@ -76,6 +77,7 @@ class Engine {
         size_t flag_count, ring_count, window_nbytes;
         int64_t timeout_ns, spin_ns;
         std::vector<std::string> flag_names;
+        std::function<bool()> interrupted;  // whether the user wants to stop; asked now and then by run()
         std::vector<Peer> peers;
         std::vector<Control::Part> control;
         std::vector<TcpPart> tcp;
@@ -88,6 +90,7 @@ class Engine {
     // Ends the communicator on all ranks.
     void abort(Kind kind, const std::string &text) { fault_.raise(kind, text); }
     // Finishes what was submitted and what peers still need, says goodbye; at most the time-out.
+    // A started call whose shards were not all pushed ends in an error.
     void close();
     const Fault &fault() const { return fault_; }
 
@@ -98,9 +101,10 @@ class Engine {
 
   private:
     void execute(const Call &call, Ticket *ticket);
-    void open_windows();
+    void open_windows(bool callers_thread);
     void walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint32_t first_mark, Ticket *ticket);
-    void hold(const Step &step, uint32_t value);
+    template <class Wait>
+    void hold(bool callers_thread, const std::string &waits_for, Wait wait);
     [[noreturn]] void time_out(const std::string &waits_for);
     char *address(const Place &place, const Call &call, int64_t offset);
     void work();
@@ -116,7 +120,7 @@ class Engine {
     Fingerprint fingerprint_;
     bool windows_open_ = false;
     std::atomic<uint64_t> copies_{0}, copy_nbytes_{0}, reduces_{0}, reduce_nbytes_{0};
-    uint64_t wire_sent_nbytes_ = 0;  // once the proxy is closed
+    std::atomic<uint64_t> wire_sent_nbytes_{0};  // at the end, when the proxy has closed its sockets
 
     struct Job {
         Call call;
@@ -125,7 +129,7 @@ class Engine {
     std::mutex walk_mutex_, queue_mutex_;
     std::condition_variable queue_changed_;
     std::deque<Job> queue_;  // the front is being walked
-    bool closing_ = false, closed_ = false;
+    std::atomic<bool> closing_{false};
     Thread worker_;
 };
 

@@ -73,7 +73,7 @@ struct Fingerprint {
         std::memset(text, 0, sizeof text);
         std::memcpy(text, what.data(), std::min(what.size(), sizeof text - 1));
         hash = before ^ 0xcbf29ce484222325ull;
-        for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+        for (char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
     }
 };
 

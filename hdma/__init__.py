@@ -7,6 +7,7 @@ from typing import Any
 from hdma.algorithms import make_plan
 from hdma.communicator import Communicator
 from hdma.errors import DeviceError, Error, PlanError, TimeoutError, UsageError, WireError
+from hdma.version import VERSION
 from hdma.work import StartedCall, Work
 from hdma.world import init
 
@@ -20,7 +21,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'hdma' has no attribute {name!r}")
 
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Communicator",
     "DeviceError",

@@ -17,6 +17,7 @@ from hdma.layout import Layout
 from hdma.plan import Variant
 from hdma.rendezvous import Rendezvous
 from hdma.tensors import Buffer, buffer, dtype_name, overlap
+from hdma.version import VERSION
 from hdma.work import StartedCall, Work
 
 SLOTS = 4
@@ -60,7 +61,8 @@ class Communicator:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self._timeout_s = env.TIMEOUT_S.read()
         chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
-        peers = connect.discover(rendezvous, env.agreed(), env.RANKS_PER_NODE.read(), self._timeout_s)
+        agreed = env.agreed() | {"the version of hdma": VERSION}
+        peers = connect.discover(rendezvous, agreed, env.RANKS_PER_NODE.read(), self._timeout_s)
         self.topology = peers.topology
         self.node, self.local_rank = self.topology.node(self.rank), self.topology.local_rank(self.rank)
         self.nodes, self.local_size = self.topology.nodes, self.topology.ranks_per_node
@@ -86,6 +88,11 @@ class Communicator:
         self._in_flight: deque[Work] = deque()
         self._closed = False
         _open.add(self)
+        self._trace = env.DEBUG.read() == "TRACE"
+        if self.rank == 0:
+            env.debug("VERSION", f"version {VERSION}")
+        slot = f"{SLOTS} slots of {self._layout.slot_nbytes} bytes a ring"
+        env.debug("INFO", f"{peers.names[self.rank]}: {self.topology} nodes x ranks, {slot}")
 
     def all_gather(self, out: Any, inp: Any, async_op: bool = False) -> Work | None:
         """out[r * inp.numel() : (r + 1) * inp.numel()] = inp of rank r, for any dtype.
@@ -192,6 +199,8 @@ class Communicator:
             )
 
     def _call(self, request: _Request, async_op: bool) -> Work | None:
+        if self._trace:
+            env.debug("TRACE", f"rank {self.rank}: {request.text}")
         pieces, _ = self._pieces(request.operation, request.nbytes, request.variant)
         self._check_open()
         if not async_op:

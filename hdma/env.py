@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def _one_of(*words: str, refused: dict[str, str] | None = None) -> Callable[[str
     return parse
 
 
-_LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
+_LEVELS = ("WARN", "VERSION", "INFO", "TRACE")
 
 
 def _level(text: str) -> str:
@@ -156,3 +157,9 @@ def warn_unknown() -> None:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
             warnings.warn(f"{name} has no effect: hdma has no such variable; {hint}", RuntimeWarning, stacklevel=3)
+
+
+def debug(level: str, text: str) -> None:
+    """Prints a line to stderr where HDMA_DEBUG asks for `level` or more."""
+    if _LEVELS.index(level) <= _LEVELS.index(DEBUG.read()):
+        print(f"hdma: {text}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ Neither side learns the secret from the other. Strangers and garbage are dropped
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import secrets
 import socket
@@ -21,6 +22,10 @@ from hdma.errors import TimeoutError, WireError
 
 _MAGIC = b"hdma\x00\x01"
 _HELLO = struct.Struct("!6sIB16s32s")
+# An address that answers nothing, such as that of another host's private bridge, is given up this soon.
+_CONNECT_S = 2.0
+# linux/sockios.h: the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
 # A stranger who connects and says nothing holds a thread this long.
 _HANDSHAKE_S = 10.0
 
@@ -30,19 +35,24 @@ def left_s(deadline: float) -> float:
 
 
 def _addresses(port: int, loopback: bool) -> list[list[Any]]:
-    """Where peers may find this host, the most likely first."""
+    """Where peers may find this host: the addresses of its interfaces, loopback last."""
     if loopback:
         return [["127.0.0.1", port]]
     found: list[str] = []
-    for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-        found.append(str(info[4][0]))
-    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:  # Connecting a datagram socket sends nothing; it only shows the address of the default route.
-            with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.connect((probe, 9))
-                found.append(str(sock.getsockname()[0]))
-        except OSError:
-            pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+            except OSError:
+                pass  # An interface without an IPv4 address.
+    try:
+        with open("/proc/net/if_inet6") as file:
+            for address, _, _, scope, *_ in map(str.split, file):
+                if scope == "00":  # Link-local addresses mean nothing on another host.
+                    found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+    except OSError:
+        pass
     found.sort(key=lambda a: a.startswith("127.") or a == "::1")
     return [[address, port] for address in dict.fromkeys(found)]
 
@@ -128,8 +138,9 @@ def call(addresses: list[Any], secret: bytes, rank: int, peer: int, purpose: int
             )
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(min(_HANDSHAKE_S, left_s(deadline)))
+                sock.settimeout(min(_CONNECT_S, left_s(deadline)))
                 sock.connect(address if isinstance(address, str) else tuple(address))
+                sock.settimeout(min(_HANDSHAKE_S, left_s(deadline)))
                 theirs, nonce = _receive(sock, 16), secrets.token_bytes(16)
                 sock.sendall(
                     _HELLO.pack(_MAGIC, rank, purpose, nonce, _proof(secret, b"c", theirs, nonce, rank, purpose))

@@ -99,6 +99,7 @@ def test_plans_that_cannot_be_built() -> None:
         ({"nbytes": 7, "element_nbytes": 2}, "not whole elements"),
         ({"nbytes": 1000, "chunk_nbytes": 10}, "longer than one plan carries"),
         ({"nodes": 0}, "has no rank"),
+        ({"slots": 3, "skew": 1}, "3 slots a ring deadlock with a skew of 1 chunks: give 4 slots"),
     ]
     for options, text in bad:
         with pytest.raises(UsageError, match=text):

@@ -13,6 +13,8 @@ BUILDERS: dict[str, Builder] = {"all_gather": all_gather, "reduce_scatter": redu
 
 # Chunks of one plan. More hide the fill and drain of the pipeline better; fewer keep a plan small.
 MAX_CHUNKS = 16
+# AllGather gives a slot back this many skews after it was written; the next write must not wait for that.
+MIN_SLOTS_PER_SKEW = 3
 
 
 def max_shard_nbytes(layout: Layout, variant: Variant) -> int:
@@ -27,6 +29,11 @@ def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan
         raise UsageError(f"no operation {operation!r}: there are {', '.join(BUILDERS)}")
     if nbytes < 0 or nbytes % variant.element_nbytes:
         raise UsageError(f"{nbytes} bytes are not whole elements of {variant.element_nbytes} bytes")
+    if layout.slots < MIN_SLOTS_PER_SKEW * variant.skew + 1:
+        raise UsageError(
+            f"{layout.slots} slots a ring deadlock with a skew of {variant.skew} chunks: give "
+            f"{MIN_SLOTS_PER_SKEW * variant.skew + 1} slots, or skew 0"
+        )
     longest = max_shard_nbytes(layout, variant)
     if nbytes > longest:
         raise UsageError(f"a shard of {nbytes} bytes is longer than one plan carries ({longest}): run it in pieces")
