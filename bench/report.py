@@ -103,7 +103,7 @@ def table(records: Sequence[Record]) -> str:
             (
                 row["collective"],
                 row["gemm"],
-                f"{row['shard_nbytes'] / 2**20:g}" if row["shard_nbytes"] else "",
+                f"{row['shard_nbytes'] / 2**20:.3g}" if row["shard_nbytes"] else "",
                 row["backend"],
                 f"{row['both_s'] * 1e3:.1f}",
                 f"{row['versus_gloo']:.2f}" if row["versus_gloo"] else "",

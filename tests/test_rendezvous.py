@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,13 +70,16 @@ def test_folder_twice(tmp_path):
 
 
 def test_folder_left_over_is_never_read(tmp_path):
-    """A rank that a killed job left behind counts as missing, also after the rank of now has joined beside it."""
-    old = Folder(Launch(0, 2, None, None, "test", None), tmp_path, 0)
-    with pytest.raises(errors.TimeoutError, match="rank 1 is missing"):
-        old._closed = True  # as if killed: it leaves its files
-        old.exchange("key", b"stale", 0.1)
+    """What a killed job left is no member of this one: its rank counts as missing, its payload is not taken."""
+    job = [Launch(rank, 2, None, None, "test", None) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        killed = list(pool.map(lambda me: Folder(me, tmp_path, 0), job))
+        assert list(pool.map(lambda place: place.exchange("key", b"old", 9.0), killed)) == [[b"old"] * 2] * 2
+    next(tmp_path.glob("*/joined.1")).unlink()
     with pytest.raises(errors.TimeoutError, match="rank 0 is missing"):
-        Folder(Launch(1, 2, None, None, "test", None), tmp_path, 0).exchange("key", b"new", 0.3)
+        Folder(job[1], tmp_path, 0).exchange("key", b"new", 0.3)
+    with pytest.raises(errors.UsageError, match=f"earlier job's, remove {tmp_path}"):
+        Folder(job[0], tmp_path, 0)
 
 
 def test_folder_unusable(tmp_path):
