@@ -28,6 +28,7 @@ _SPIN_S = 20e-6
 _SUMMED = {"float32": 1, "bfloat16": 2, "float16": 3}
 _CACHED_PLANS = 256
 
+
 class _Request(NamedTuple):
     """A checked call: `nbytes` of one shard, `text` for the fingerprint, `dtypes` of tensors and wire as numbers."""
 
@@ -53,8 +54,9 @@ class Communicator:
     """Ranks that make the same collective calls in the same order. Made by `hdma.init()`.
 
     Tensors are torch tensors in host memory or numpy arrays, contiguous; bfloat16 arrays come from `ml_dtypes`.
-    Every method may raise `hdma.Error`: `UsageError` for arguments that cannot be right (nothing is moved then, and
-    the communicator stays usable); anything else ends the communicator on all ranks, with the same first cause.
+    Every method may raise `hdma.Error`. Arguments that cannot be right raise `UsageError` before anything is moved,
+    and the communicator stays usable. Whatever goes wrong between ranks (one is killed or late, a connection is lost,
+    they disagree on a call) ends the communicator on all of them with the same first cause; see `closed`.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:

@@ -46,14 +46,14 @@ class Variable(Generic[T]):
             ) from None
 
 
-def _number(low: float, unit: str, integer: bool = True) -> Callable[[str], Any]:
+def _number(low: float, unit: str, integer: bool = True, high: float = 1e8) -> Callable[[str], Any]:
     def parse(text: str) -> int | float:
         try:
             value = int(text) if integer else float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value < float("inf"):
-            raise ValueError(f"it must be {'a whole number' if integer else 'a number'} of {unit}, {low:g} or more")
+        if not low <= value <= high:
+            raise ValueError(f"it must be {'a whole number' if integer else 'a number'} of {unit}, {low:g} to {high:g}")
         return value
 
     return parse
@@ -75,6 +75,13 @@ def _window_nbytes(text: str) -> int:
     value = parse_nbytes(text)
     if value < 4096:
         raise ValueError("a window has 4 KiB or more")
+    return value
+
+
+def _chunk_nbytes(text: str) -> int:
+    value = parse_nbytes(text)
+    if 0 < value < 64:
+        raise ValueError("a chunk has 64 bytes or more, or 0 to have it chosen")
     return value
 
 
@@ -121,7 +128,7 @@ WINDOW_NBYTES = Variable(
     "HDMA_WINDOW_BYTES", _window_nbytes, 64 << 20, "the memory of one rank that its peers may write or read", True
 )
 CHUNK_NBYTES = Variable(
-    "HDMA_CHUNK_BYTES", parse_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: chosen by size)", True
+    "HDMA_CHUNK_BYTES", _chunk_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: chosen by size)", True
 )
 RENDEZVOUS: Variable[Path | None] = Variable(
     "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False

@@ -37,6 +37,8 @@ def buffer(tensor: Any, name: str, writable: bool = False) -> Buffer:
             raise UsageError(f"{name} is not contiguous (strides {tensor.strides}): pass np.ascontiguousarray({name})")
         if writable and not tensor.flags.writeable:
             raise UsageError(f"{name} is read-only: pass a writable array")
+        if not tensor.dtype.isnative:
+            raise UsageError(f"{name} has dtype {tensor.dtype.str}, not in this machine's byte order: convert it first")
         if tensor.dtype.hasobject:
             raise UsageError(f"{name} holds Python objects (dtype {tensor.dtype}), which cannot be moved as bytes")
         return Buffer(tensor.ctypes.data, tensor.size, tensor.dtype.itemsize, tensor.dtype.name, tensor)

@@ -18,9 +18,18 @@ MIN_SLOTS_PER_SKEW = 3
 
 
 def max_shard_nbytes(layout: Layout, variant: Variant) -> int:
-    """The longest shard that one plan carries; shard-major plans hold every chunk of a shard in the rings at once."""
+    """The longest shard that one plan carries; shard-major plans hold every chunk of a shard in the rings at once.
+
+    Raises `UsageError` where not even one element fits a slot.
+    """
     chunks = layout.slots if variant.shard_major else MAX_CHUNKS
-    return chunks * Plan.chunk_nbytes(layout, variant)
+    longest = chunks * Plan.chunk_nbytes(layout, variant)
+    if not longest:
+        raise UsageError(
+            f"an element of {variant.element_nbytes} bytes does not fit a slot of {layout.slot_nbytes} bytes: view the "
+            "tensor as a smaller dtype, or set HDMA_WINDOW_BYTES higher"
+        )
+    return longest
 
 
 def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan:

@@ -43,9 +43,7 @@ def from_environment(launch: Launch, meeting: int, timeout_s: float) -> TorchSto
     wait = timedelta(seconds=timeout_s)
     try:
         # Multi-tenant, so that a later init_process_group of the same process shares the port.
-        store = dist.TCPStore(
-            address, int(port), launch.size, host, wait, wait_for_workers=False, multi_tenant=True
-        )
+        store = dist.TCPStore(address, int(port), launch.size, host, wait, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if host and "EADDRINUSE" in reason:

@@ -27,6 +27,8 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("op must be 'sum'", lambda: comm.reduce_scatter(f4, f4s, op="median")),
     ("dtype must be one of", lambda: comm.reduce_scatter(np.zeros(1, np.int8), np.zeros(size, np.int8))),
     ("wire_dtype must be", lambda: comm.reduce_scatter(f4, f4s, wire_dtype="float16")),
+    ("byte order", lambda: comm.all_gather(np.zeros(4 * size, ">f4"), np.zeros(4, ">f4"))),
+    ("does not fit a slot", lambda: comm.all_gather(np.zeros(size, "V9000000"), np.zeros(1, "V9000000"))),
     ("Python objects", lambda: comm.all_gather(np.zeros(size, object), np.zeros(1, object))),
     ("overlap", lambda: comm.start_all_gather(f4s, f4s[(rank + 1) % size * 4 :][:4] if size > 1 else f4s[1:])),
 ]
