@@ -22,7 +22,7 @@ from hdma.work import StartedCall, Work
 
 SLOTS = 4
 # Measured on the host: smaller chunks pay more for flags and system calls, larger ones leave the caches.
-DEFAULT_CHUNK_NBYTES = 512 << 10
+DEFAULT_CHUNK_NBYTES = 256 << 10
 _SPIN_S = 20e-6
 # The numbers of Dtype in csrc/plan.h; all others are moved as bytes, not summed.
 _SUMMED = {"float32": 1, "bfloat16": 2, "float16": 3}

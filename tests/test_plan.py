@@ -102,7 +102,7 @@ def test_slots_and_flags_have_places_of_their_own(layout: Layout) -> None:
 
 
 def test_too_long_a_shard_and_half_an_element_are_refused() -> None:
-    layout = Layout(Topology(2, 2), 2, 64)
+    layout = Layout(Topology(2, 2), 4, 64)
     with pytest.raises(UsageError, match="longer than one plan"):
         build("all_gather", layout, max_shard_nbytes(layout, Variant()) + 1, Variant())
     with pytest.raises(UsageError, match="whole elements"):
