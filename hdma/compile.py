@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from hdma.layout import ROLES, Flag
-from hdma.plan import LANES, PROXY_LANES, Place, Plan, Step
+from hdma.layout import ROLES
+from hdma.plan import LANES, Place, Plan, Step
 
 # The numbers of Verb and Space in csrc/plan.h; lanes are numbered as in LANES.
 VERBS = ("copy", "put", "signal", "wait", "reduce", "enter", "leave")
@@ -58,11 +58,6 @@ def _place(place: Place) -> tuple[int, int, int, int, int]:
 
 
 def _doorbell(step: Step) -> bool:
-    return step.verb == "signal" and step.flag is not None and waits_in_proxy(step.flag)
-
-
-def waits_in_proxy(flag: Flag) -> bool:
-    return ROLES[flag.ring.purpose, flag.role][0] == "proxy"
-
-
-assert all(lane in LANES for lane in PROXY_LANES)
+    """Whether the signal's waiter is a proxy, which sleeps elsewhere than on the flag."""
+    flag = step.flag
+    return step.verb == "signal" and flag is not None and ROLES[flag.ring.purpose, flag.role][0] == "proxy"

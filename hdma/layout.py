@@ -17,8 +17,6 @@ from hdma.errors import UsageError
 from hdma.topology import Topology
 
 SLOT_ALIGN_NBYTES = 64
-# A flag has a cache line of its own (csrc/shared.h): its waiter spins on it while neighbours are written.
-FLAG_NBYTES = 64
 
 
 class Ring(NamedTuple):
@@ -93,11 +91,8 @@ class Layout:
         return ring_count(self.topology) * self.slots * self.slot_nbytes
 
     @property
-    def flags_nbytes(self) -> int:
-        return self.flag_count * FLAG_NBYTES
-
-    @property
     def flag_count(self) -> int:
+        """Words of one rank (a cache line each, see csrc/shared.h)."""
         return self._flag_first["end"]
 
     def slot_offset(self, ring: Ring, chunk: int) -> int:
@@ -108,12 +103,6 @@ class Layout:
         first = self._ring_first[ring.purpose]
         place = {"stage": 0, "rail": node_part - 1, "scatter": local_part - 1, "sum": node_part}[ring.purpose]
         return ((first + place) * self.slots + chunk % self.slots) * self.slot_nbytes
-
-    def slot(self, number: int) -> tuple[str, int]:
-        """The inverse, for reports: (purpose, slot) of the window's slot with this running number."""
-        ring, slot = divmod(number, self.slots)
-        purpose = max((p for p, first in self._ring_first.items() if first <= ring), key=lambda p: self._ring_first[p])
-        return purpose, slot
 
     def flag_number(self, flag: Flag) -> int:
         """Index of the flag among the words of its owner."""

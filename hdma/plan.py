@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -201,7 +201,8 @@ class Steps:
 class Plan:
     """One collective on one grid, for shards of `nbytes` bytes; lazy over ranks.
 
-    A longer message is the same plan run again at an offset: `nbytes` is at most `max_nbytes(...)`.
+    A longer message is the same plan run again at an offset: `nbytes` is at most
+    `hdma.algorithms.max_shard_nbytes(...)`.
     """
 
     operation: str
@@ -209,7 +210,6 @@ class Plan:
     nbytes: int
     variant: Variant
     builder: Builder = field(repr=False)
-    max_chunks: int = 16
 
     @property
     def topology(self) -> Topology:
@@ -245,9 +245,6 @@ class Plan:
         """All ranks' steps in the one global order, for the simulator."""
         each = [self.steps(rank) for rank in (range(self.topology.size) if ranks is None else ranks)]
         return heapq.merge(*each, key=lambda step: step.phase)
-
-    def with_nbytes(self, nbytes: int) -> Plan:
-        return replace(self, nbytes=nbytes)
 
     def _built(self, rank: int) -> Steps:
         built = self._cache.get(rank)

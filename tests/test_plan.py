@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import calls
 
-from hdma.algorithms import build, make_plan, max_shard_nbytes
+from hdma.algorithms import MAX_CHUNKS, build, make_plan, max_shard_nbytes
 from hdma.errors import UsageError
 from hdma.layout import Layout
 from hdma.plan import Plan, Variant
@@ -49,7 +49,7 @@ def test_chunks_cover_the_shard_and_cut_no_element(plan: Plan) -> None:
     assert sum(c.nbytes for c in plan.chunks) == plan.nbytes
     assert all(c.nbytes % plan.variant.element_nbytes == 0 for c in plan.chunks)
     assert all(c.nbytes * plan.variant.wire_ratio <= plan.layout.slot_nbytes for c in plan.chunks)
-    assert len(plan.chunks) <= plan.max_chunks
+    assert len(plan.chunks) <= (plan.layout.slots if plan.variant.shard_major else MAX_CHUNKS)
 
 
 @given(plans())

@@ -14,35 +14,36 @@ Lanes: near = scatter; rail = node sum and final sum; put, credit = the proxy.
 from __future__ import annotations
 
 from hdma.layout import Flag, Ring
-from hdma.plan import Chunk, Place, Steps
+from hdma.plan import Chunk, Steps
 
 
 def reduce_scatter(s: Steps) -> None:
     """Writes the steps of ReduceScatter; the output is the sum over ranks q of shard `rank` of q's input."""
-    count, nodes = len(s.chunks), s.topology.nodes
+    nodes = s.topology.nodes
     if s.variant.shard_major:
         # Destination by destination; safe because at most S chunks use each slot of the sum and rail rings once.
         parts = [(c, d) for d in range(nodes) for c in s.chunks]
     else:
         parts = [(c, d) for c in s.chunks for d in range(nodes)]
-    # Parts by which the sums trail the scatter, and chunks by which the final sum trails the node sums.
+    # Parts by which the node sums trail the scatter, and the final sums trail the node sums (a chunk).
     skew = s.variant.skew
     trail = skew * nodes
-    for q in range(len(parts) + skew + (0 if s.variant.shard_major else trail)):
-        _scatter(s, q, *parts[q]) if q < len(parts) else s.phase()
-        part = parts[q - skew] if skew <= q < len(parts) + skew else None
-        _node_sum(s, q - skew, *part) if part else s.phase()
-        _put(s, *part) if part else s.phase()
-        if not s.variant.shard_major:
-            done = q - skew - trail
-            last = done % nodes == nodes - 1 and 0 <= done < len(parts)
-            _finish(s, s.chunks[done // nodes : done // nodes + 1] if last else ())
+    for q in range(len(parts) + skew + trail):
+        if q < len(parts):
+            _scatter(s, q, *parts[q])
+        if 0 <= q - skew < len(parts):
+            _node_sum(s, q - skew, *parts[q - skew])
+            _put(s, *parts[q - skew])
+        done = q - skew - trail
+        if not s.variant.shard_major and done >= 0 and done % nodes == nodes - 1:
+            _finish(s, s.chunks[done // nodes])
     if s.variant.shard_major:
-        _finish(s, s.chunks)
+        for c in s.chunks:
+            _finish(s, c)
     # AllGather shares the rail rings, and there node mates count them too.
     for mate in s.topology.mates(s.rank):
         for peer in s.topology.rail(mate):
-            s.move(Ring("rail", mate, s.topology.node(peer)), count)
+            s.move(Ring("rail", mate, s.topology.node(peer)), len(s.chunks))
     s.phase()
     s.leave()
 
@@ -98,25 +99,25 @@ def _put(s: Steps, c: Chunk, distance: int) -> None:
     s.put("put", dst, src, Flag(peer, ring, "filled"), Flag(s.rank, total, "sent"), c.index, len(s.chunks))
 
 
-def _finish(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _finish(s: Steps, c: Chunk) -> None:
     t = s.topology
+    if t.nodes == 1:
+        return
     # The nearest sender first, as in AllGather; the sum below is in the order of nodes all the same.
     rings = {t.node(peer): Ring("rail", s.rank, t.node(peer)) for peer in t.rail(s.rank)[::-1]}
     s.phase()
-    for c in chunks if t.nodes > 1 else ():
-        for m in rings:
-            s.wait_filled("rail", Flag(s.rank, rings[m], "filled"), c.index)
-        srcs: list[Place] = [
-            s.slot(Ring("sum", s.rank, m) if m == s.node else rings[m], c.index, c, wire=True) for m in range(t.nodes)
-        ]
-        s.reduce("rail", s.place("output", 0, c), srcs)
-        for m in rings:
-            s.signal("rail", Flag(s.rank, rings[m], "own"), c.index, len(s.chunks))
+    for ring in rings.values():
+        s.wait_filled("rail", Flag(s.rank, ring, "filled"), c.index)
+    own = Ring("sum", s.rank, s.node)
+    s.reduce(
+        "rail", s.place("output", 0, c), [s.slot(rings.get(m, own), c.index, c, wire=True) for m in range(t.nodes)]
+    )
+    for ring in rings.values():
+        s.signal("rail", Flag(s.rank, ring, "own"), c.index, len(s.chunks))
     s.phase()
-    for c in chunks:
-        for m in rings:
-            s.wait_filled("credit", Flag(s.rank, rings[m], "own"), c.index)
-            s.credit("credit", Flag(t.rank(m, s.local_rank), rings[m], "credit"), c.index, len(s.chunks))
+    for m, ring in rings.items():
+        s.wait_filled("credit", Flag(s.rank, ring, "own"), c.index)
+        s.credit("credit", Flag(t.rank(m, s.local_rank), ring, "credit"), c.index, len(s.chunks))
 
 
 def _destination(s: Steps, distance: int) -> int:
