@@ -63,7 +63,7 @@ struct Rows {
 using Pieces = std::vector<std::tuple<std::shared_ptr<LoadedPlan>, uint32_t, int64_t>>;
 
 Call make_call(const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output, int64_t input_stride,
-               int64_t output_stride, int dtype, int wire_dtype, uint32_t marks, bool pushes) {
+               int64_t output_stride, int dtype, int wire_dtype, int op, uint32_t marks, bool pushes) {
     Call call;
     call.text = text;
     for (const auto &[plan, repeats, nbytes] : pieces) call.pieces.push_back({plan, repeats, nbytes});
@@ -73,6 +73,7 @@ Call make_call(const std::string &text, const Pieces &pieces, uintptr_t input, u
     call.output_stride = output_stride;
     call.dtype = static_cast<Dtype>(dtype);
     call.wire_dtype = static_cast<Dtype>(wire_dtype);
+    call.op = static_cast<Op>(op);
     call.marks = marks;
     call.pushes = pushes;
     return call;
@@ -153,8 +154,8 @@ NB_MODULE(_core, m) {
              nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
         .def("run",
              [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
-                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype) {
-                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, 0, false);
+                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, int op) {
+                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, op, 0, false);
                  try {
                      nb::gil_scoped_release unlocked;
                      e.run(call);
@@ -165,8 +166,8 @@ NB_MODULE(_core, m) {
              })
         .def("submit",
              [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
-                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, uint32_t marks, bool pushes) {
-                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, marks, pushes);
+                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, int op, uint32_t marks, bool pushes) {
+                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, op, marks, pushes);
                  nb::gil_scoped_release unlocked;
                  return e.submit(call);
              })

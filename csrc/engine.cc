@@ -225,7 +225,10 @@ void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint
                 Dtype to = step.dst.wire ? call.wire_dtype : call.dtype, from = sources->wire ? call.wire_dtype : call.dtype;
                 srcs.clear();
                 for (uint32_t s = 0; s < step.source_count; ++s) srcs.push_back(address(sources[s], call, offset));
-                device_->reduce(dst, to, srcs.data(), step.source_count, from, step.dst.nbytes / dtype_nbytes(to));
+                // Only the last step of an average divides: the sums before it keep their bits.
+                int divisor = call.op == Op::Avg && step.dst.space == Space::Output ? config_.size : 1;
+                device_->reduce(call.op, divisor, dst, to, srcs.data(), step.source_count, from,
+                                step.dst.nbytes / dtype_nbytes(to));
                 ++reduces;
                 reduced += step.dst.nbytes;
                 break;

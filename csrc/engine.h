@@ -38,6 +38,7 @@ struct Call {
     char *input, *output;
     int64_t input_stride, output_stride;  // bytes from shard to shard
     Dtype dtype, wire_dtype;
+    Op op;
     uint32_t marks = 0;   // (shard, part) pairs that the caller pushes or waits for one by one; 0: none
     bool pushes = false;  // the walk holds before a pair that was not pushed
 };

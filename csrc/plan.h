@@ -19,9 +19,13 @@ namespace hdma {
 enum class Verb : uint8_t { Copy, Put, Signal, Wait, Reduce, Enter, Leave };
 enum class Lane : uint8_t { Near, Rail, Put, Credit };
 enum class Space : uint8_t { None, Input, Output, Window };
-enum class Dtype : uint8_t { Bytes, Float32, Bfloat16, Float16 };
+enum class Dtype : uint8_t { Bytes, Float32, Bfloat16, Float16, Float64, Int8, Int16, Int32, Int64, Uint8, Bool };
+enum class Op : uint8_t { Sum, Avg, Max, Min, Prod };
 
-inline size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::Bytes ? 1 : dtype == Dtype::Float32 ? 4 : 2; }
+inline size_t dtype_nbytes(Dtype dtype) {
+    static constexpr uint8_t nbytes[] = {1, 4, 2, 2, 8, 1, 2, 4, 8, 1, 1};
+    return nbytes[static_cast<int>(dtype)];
+}
 
 // Address = base of (space, rank) + shard * the call's stride + offset.
 struct Place {

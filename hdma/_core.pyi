@@ -37,6 +37,7 @@ class Engine:
         output_stride: int,
         dtype: int,
         wire_dtype: int,
+        op: int,
     ) -> None: ...
     def submit(
         self,
@@ -48,6 +49,7 @@ class Engine:
         output_stride: int,
         dtype: int,
         wire_dtype: int,
+        op: int,
         marks: int,
         pushes: bool,
     ) -> Ticket: ...

@@ -24,13 +24,15 @@ SLOTS = 4
 # Measured on the host: smaller chunks pay more for flags and system calls, larger ones leave the caches.
 DEFAULT_CHUNK_NBYTES = 256 << 10
 _SPIN_S = 20e-6
-# The numbers of Dtype in csrc/plan.h; all others are moved as bytes, not summed.
-_SUMMED = {"float32": 1, "bfloat16": 2, "float16": 3}
+# The numbers of Dtype and Op in csrc/plan.h; all other dtypes are moved as bytes, not reduced.
+_REDUCED = ("bytes", "float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+_OPS = ("sum", "avg", "max", "min", "prod")
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 _CACHED_PLANS = 256
 
 
 class _Request(NamedTuple):
-    """A checked call: `nbytes` of one shard, `text` for the fingerprint, `dtypes` of tensors and wire as numbers."""
+    """A checked call: `nbytes` of one shard, `text` for the fingerprint; dtypes and operation as numbers."""
 
     operation: str
     text: str
@@ -38,10 +40,13 @@ class _Request(NamedTuple):
     inp: Buffer
     nbytes: int
     variant: Variant
-    dtypes: tuple[int, int]
+    dtype: int = 0
+    wire_dtype: int = 0
+    op: int = 0
 
-    def where(self) -> tuple[int, int, int, int, int, int]:
-        return self.inp.address, self.out.address, self.nbytes, self.nbytes, *self.dtypes
+    def what(self) -> tuple[int, int, int, int, int, int, int]:
+        stride = self.nbytes
+        return self.inp.address, self.out.address, stride, stride, self.dtype, self.wire_dtype, self.op
 
     def tensors(self) -> tuple[Any, Any]:
         return self.out.owner, self.inp.owner
@@ -122,7 +127,7 @@ class Communicator:
         """Returns (or its `Work` is done) after every rank has called it."""
         # An AllGather of nothing: complete when a flag has come from every rank.
         nothing = Buffer(0, 0, 1, "bytes", None)
-        return self._call(_Request("all_gather", "barrier()", nothing, nothing, 0, Variant(), (0, 0)), async_op)
+        return self._call(_Request("all_gather", "barrier()", nothing, nothing, 0, Variant()), async_op)
 
     def start_all_gather(self, out: Any, inp: Any) -> StartedCall:
         """AllGather whose shards can be used as they land: see `StartedCall`."""
@@ -166,23 +171,25 @@ class Communicator:
         dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
         self._check("all_gather", dst, src, whole=dst, part=src)
         text = f"all_gather({src.dtype}, {src.nbytes} bytes a shard)"
-        return _Request("all_gather", text, dst, src, src.nbytes, Variant(src.itemsize), (0, 0))
+        return _Request("all_gather", text, dst, src, src.nbytes, Variant(src.itemsize))
 
     def _reduce_scatter(self, out: Any, inp: Any, op: Any, wire_dtype: Any) -> _Request:
         dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
         self._check("reduce_scatter", dst, src, whole=src, part=dst)
         op_name = (op if isinstance(op, str) else str(getattr(op, "name", op)).rpartition(".")[2]).lower()
-        if op_name != "sum":
-            raise UsageError(f"reduce_scatter: op must be 'sum', not {op!r}")
-        if src.dtype not in _SUMMED:
-            raise UsageError(f"reduce_scatter: dtype must be one of {', '.join(_SUMMED)}, not {src.dtype}")
+        if op_name not in _OPS:
+            raise UsageError(f"reduce_scatter: op must be one of {', '.join(_OPS)}, not {op!r}")
+        if src.dtype not in _REDUCED[1:]:
+            raise UsageError(f"reduce_scatter: dtype must be one of {', '.join(_REDUCED[1:])}, not {src.dtype}")
+        if op_name == "avg" and src.dtype not in _FLOATS:
+            raise UsageError(f"reduce_scatter: {src.dtype} has no average: sum, then divide as you mean it")
         wire = src.dtype if wire_dtype is None else dtype_name(wire_dtype)
-        if wire not in (src.dtype, "float32"):
-            raise UsageError(f"reduce_scatter: wire_dtype must be {src.dtype} or float32, not {wire}")
+        if wire != src.dtype and (wire != "float32" or src.dtype not in ("bfloat16", "float16")):
+            raise UsageError(f"reduce_scatter: wire_dtype is {src.dtype}, or float32 for 16-bit floats, not {wire}")
         text = f"reduce_scatter({op_name}, {src.dtype}, {dst.nbytes} bytes a shard, {wire} on the wire)"
-        variant = Variant(src.itemsize, 4 if wire == "float32" else src.itemsize)
-        dtypes = (_SUMMED[src.dtype], _SUMMED[wire])
-        return _Request("reduce_scatter", text, dst, src, dst.nbytes, variant, dtypes)
+        variant = Variant(src.itemsize, 4 if wire != src.dtype else src.itemsize)
+        numbers = (_REDUCED.index(src.dtype), _REDUCED.index(wire), _OPS.index(op_name))
+        return _Request("reduce_scatter", text, dst, src, dst.nbytes, variant, *numbers)
 
     def _check(self, call: str, out: Buffer, inp: Buffer, whole: Buffer, part: Buffer) -> None:
         if out.dtype != inp.dtype:
@@ -206,9 +213,9 @@ class Communicator:
         pieces, _ = self._pieces(request.operation, request.nbytes, request.variant)
         self._check_open()
         if not async_op:
-            self._engine.run(request.text, pieces, *request.where())
+            self._engine.run(request.text, pieces, *request.what())
             return None
-        ticket = self._engine.submit(request.text, pieces, *request.where(), 0, False)
+        ticket = self._engine.submit(request.text, pieces, *request.what(), 0, False)
         return self._keep(Work(ticket, request.tensors()))
 
     def _start(self, request: _Request, pushes: bool) -> StartedCall:
@@ -221,7 +228,7 @@ class Communicator:
             at += nbytes
         self._check_open()
         text = f"start_{request.text}"
-        ticket = self._engine.submit(text, pieces, *request.where(), len(order), pushes)
+        ticket = self._engine.submit(text, pieces, *request.what(), len(order), pushes)
         work = self._keep(Work(ticket, request.tensors()))
         return StartedCall(work, ticket, order, bounds, self._timeout_s, pushes)
 

@@ -49,6 +49,11 @@ def test_special_numbers(grid: tuple[int, int], tmp_path: Path) -> None:
     run_grid("specials.py", grid, tmp_path)
 
 
+@pytest.mark.parametrize("grid", [(1, 3), (2, 1), (2, 2), (1, 5)], ids=lambda grid: f"{grid[0]}x{grid[1]}")
+def test_operations(grid: tuple[int, int], tmp_path: Path) -> None:
+    run_grid("operations.py", grid, tmp_path)
+
+
 def test_torch_tensors_under_mpirun() -> None:
     done = mpirun(4, [PROGRAMS / "tensors.py"], environment(HDMA_RANKS_PER_NODE=2, HDMA_TIMEOUT_S=60))
     assert done.code == 0, done.out

@@ -27,9 +27,9 @@ class Device {
 
     // `streaming`: nobody reads the destination soon.
     virtual void copy(void *dst, const void *src, size_t nbytes, bool streaming) = 0;
-    // dst = the sum of the sources in their order, accumulated wide and rounded once; of one source a copy.
-    virtual void reduce(void *dst, Dtype dst_type, const void *const *srcs, size_t source_count, Dtype src_type,
-                        size_t element_count) = 0;
+    // dst = the sources combined in their order, accumulated wide, divided and rounded once; of one source a copy.
+    virtual void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
+                        Dtype src_type, size_t element_count) = 0;
     // Holds the lane until a flag of this rank has reached the value; false at the deadline or at the fault.
     virtual bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) = 0;
     // Raises a flag of this rank or of a node mate. Doorbell: its waiter is that rank's proxy.

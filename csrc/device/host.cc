@@ -66,12 +66,12 @@ class Host final : public Device {
             memcpy(dst, src, nbytes);
     }
 
-    void reduce(void *dst, Dtype dst_type, const void *const *srcs, size_t source_count, Dtype src_type,
-                size_t element_count) override {
-        if (source_count == 1 && dst_type == src_type)
+    void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
+                Dtype src_type, size_t element_count) override {
+        if (source_count == 1 && dst_type == src_type && divisor == 1)
             copy(dst, srcs[0], element_count * dtype_nbytes(dst_type), false);
         else
-            reduce_host(dst, dst_type, srcs, source_count, src_type, element_count);
+            reduce_host(op, divisor, dst, dst_type, srcs, source_count, src_type, element_count);
     }
 
     bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) override {
