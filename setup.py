@@ -41,7 +41,7 @@ class Build(build_ext):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             objects = list(pool.map(compile_one, [str(src / "nb_combined.cpp"), *ext.sources]))
         path = self.get_ext_fullpath(ext.name)
-        link = ["-pthread", "-Wl,--gc-sections"]
+        link = ["-pthread", "-Wl,--gc-sections", "-Wl,-s"]
         self.compiler.link_shared_object(objects, path + ".new", extra_postargs=link, target_lang="c++")
         os.replace(path + ".new", path)
 

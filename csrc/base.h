@@ -58,6 +58,8 @@ class Thread {
     ~Thread() { join(); }
     void start(const char *name, std::function<void()> body);
     void join();
+    // In a forked child: the thread exists in the parent only.
+    void forget() { started_ = false; }
     bool started() const { return started_; }
 
   private:

@@ -173,6 +173,15 @@ NB_MODULE(_core, m) {
              })
         .def("abort", [](Engine &e, int kind, const std::string &text) { e.abort(static_cast<Kind>(kind), text); }, Unlocked())
         .def("fault", [](Engine &e) { return e.fault().raised() ? e.fault().text() : std::string(); })
-        .def("close", &Engine::close, Unlocked())
+        .def("check", [](Engine &e) { e.fault().check(); })
+        .def("forget", &Engine::forget)
+        .def("close",
+             [](Engine &e) {
+                 {
+                     nb::gil_scoped_release unlocked;
+                     e.close();
+                 }
+                 if (PyErr_Occurred()) throw nb::python_error();
+             })
         .def("stats", &stats);
 }

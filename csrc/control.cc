@@ -60,7 +60,12 @@ void Control::close() {
         for (Link &link : links_) send(link, kBye, 0, calls_.begun(), "");
 }
 
-void Control::run() {
+void Control::forget() {
+    thread_.forget();
+    for (Link &link : links_) link.fd.reset();
+}
+
+void Control::run() try {
     std::vector<pollfd> polled;
     while (!stop_.load()) {
         polled.assign(1, {wake_.get(), POLLIN, 0});
@@ -80,6 +85,8 @@ void Control::run() {
             if (at < polled.size() && link.fd.get() == polled[at].fd && polled[at++].revents) read(link);
         if (fault_.raised()) send_abort();
     }
+} catch (const std::exception &error) {
+    fault_.raise(Kind::Error, format("the control thread failed: %s", error.what()));
 }
 
 void Control::read(Link &link) {

@@ -34,6 +34,8 @@ class Control {
     void start();  // after every listener of the fault is there
     // Says goodbye, or the cause of the fault, and ends the thread.
     void close();
+    // In a forked child: lets go of the links, which would otherwise hide the parent's death from its peers.
+    void forget();
 
   private:
     struct Link {

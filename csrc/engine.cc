@@ -98,8 +98,7 @@ Engine::~Engine() { close(); }
 void Engine::run(const Call &call) {
     {
         std::unique_lock<std::mutex> lock(queue_mutex_);
-        // No deadline: the worker's own waits have theirs, and empty the queue one way or the other.
-        queue_changed_.wait(lock, [&] { return queue_.empty(); });
+        drain_queue(lock);
         if (closing_) throw Error(Kind::Error, "this communicator is closed");
     }
     std::lock_guard<std::mutex> lock(walk_mutex_);
@@ -117,6 +116,16 @@ std::shared_ptr<Ticket> Engine::submit(const Call &call) {
     return ticket;
 }
 
+// No deadline of its own: the worker's waits have theirs, and empty the queue one way or the other.
+void Engine::drain_queue(std::unique_lock<std::mutex> &lock) {
+    while (!queue_changed_.wait_for(lock, std::chrono::nanoseconds(kInterruptNs), [&] { return queue_.empty(); })) {
+        lock.unlock();
+        bool stop = config_.interrupted && config_.interrupted();
+        lock.lock();
+        if (stop) throw Error(Kind::Error, format("rank %d was interrupted with calls in flight", config_.rank));
+    }
+}
+
 void Engine::work() {
     std::unique_lock<std::mutex> lock(queue_mutex_);
     for (;;) {
@@ -130,6 +139,9 @@ void Engine::work() {
             execute(job.call, job.ticket.get());
         } catch (const Error &e) {
             error = e;
+        } catch (const std::exception &e) {
+            error = Error(Kind::Error, e.what());
+            fault_.raise(Kind::Error, format("rank %d: %s", config_.rank, e.what()));
         }
         job.ticket->complete(std::move(error));
         lock.lock();
@@ -164,6 +176,8 @@ void Engine::hold(bool callers_thread, const std::string &waits_for, Wait wait) 
     int64_t deadline = now_ns() + config_.timeout_ns;
     for (int64_t now = now_ns(); now < deadline && !fault_.raised(); now = now_ns()) {
         if (wait(std::min(deadline, now + kInterruptNs))) return;
+        if (callers_thread && closing_)
+            throw Error(Kind::Usage, format("rank %d closed its communicator during %s", config_.rank, fingerprint_.text));
         if (callers_thread && config_.interrupted && config_.interrupted())
             throw Error(Kind::Error, format("rank %d was interrupted in %s", config_.rank, fingerprint_.text));
     }
@@ -258,14 +272,36 @@ void Engine::close() {
         if (closing_.exchange(true)) return;
         queue_changed_.notify_all();
     }
-    worker_.join();
-    if (proxy_) {
-        proxy_->drain(now_ns() + config_.timeout_ns);
-        wire_sent_nbytes_ = proxy_->sent_nbytes();
+    try {
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        drain_queue(lock);
+    } catch (const Error &error) {
+        fault_.raise(error.kind, error.text);  // Interrupted: the worker's call ends with it.
     }
-    // The goodbye before the data connections end, so that their end is no loss.
+    worker_.join();
+    std::lock_guard<std::mutex> walking(walk_mutex_);
+    if (proxy_) {
+        int64_t deadline = now_ns() + config_.timeout_ns;
+        while (!proxy_->drain(std::min(deadline, now_ns() + kInterruptNs)) && !fault_.raised()) {
+            if (now_ns() >= deadline)
+                fault_.raise(Kind::Timeout,
+                             format("rank %d could not close: within %g s its peers did not take what it had put, or did "
+                                    "not read what it holds for them. %s",
+                                    config_.rank, config_.timeout_ns * 1e-9, calls_->whereabouts().c_str()));
+            if (config_.interrupted && config_.interrupted())
+                fault_.raise(Kind::Error, format("rank %d was interrupted while it closed", config_.rank));
+        }
+    }
+    // The goodbye (or, after a fault, its cause) before the data connections end, so that their end is no loss.
     control_->close();
     if (proxy_) proxy_->close();
+}
+
+void Engine::forget() {
+    closing_ = true;
+    worker_.forget();
+    control_->forget();
+    if (proxy_) proxy_->forget();
 }
 
 Engine::Stats Engine::stats() {
@@ -278,7 +314,7 @@ Engine::Stats Engine::stats() {
     if (proxy_) {
         s.puts = proxy_->puts();
         s.put_nbytes = proxy_->put_nbytes();
-        s.wire_sent_nbytes = closing_ ? wire_sent_nbytes_.load() : proxy_->sent_nbytes();
+        s.wire_sent_nbytes = proxy_->sent_nbytes();
     }
     return s;
 }

@@ -91,8 +91,10 @@ class Engine {
     // Ends the communicator on all ranks.
     void abort(Kind kind, const std::string &text) { fault_.raise(kind, text); }
     // Finishes what was submitted and what peers still need, says goodbye; at most the time-out.
-    // A started call whose shards were not all pushed ends in an error.
+    // A started call whose shards were not all pushed ends in an error, and so does a run() of another thread.
     void close();
+    // In a forked child, which cannot use the parent's communicator: threads and links are the parent's.
+    void forget();
     const Fault &fault() const { return fault_; }
 
     struct Stats {
@@ -109,6 +111,7 @@ class Engine {
     [[noreturn]] void time_out(const std::string &waits_for);
     char *address(const Place &place, const Call &call, int64_t offset);
     void work();
+    void drain_queue(std::unique_lock<std::mutex> &lock);
 
     Config config_;
     Fault fault_;
@@ -121,7 +124,6 @@ class Engine {
     Fingerprint fingerprint_;
     bool windows_open_ = false;
     std::atomic<uint64_t> copies_{0}, copy_nbytes_{0}, reduces_{0}, reduce_nbytes_{0};
-    std::atomic<uint64_t> wire_sent_nbytes_{0};  // at the end, when the proxy has closed its sockets
 
     struct Job {
         Call call;

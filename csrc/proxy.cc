@@ -53,7 +53,19 @@ void Proxy::close() {
     stop_.store(true);
     shared_.ring(rank_);
     thread_.join();
+    std::lock_guard<std::mutex> lock(wire_mutex_);
+    sent_nbytes_ = wire_->sent_nbytes();
     wire_.reset();
+}
+
+void Proxy::forget() {
+    thread_.forget();
+    wire_.reset();
+}
+
+uint64_t Proxy::sent_nbytes() {
+    std::lock_guard<std::mutex> lock(wire_mutex_);
+    return wire_ ? wire_->sent_nbytes() : sent_nbytes_;
 }
 
 void Proxy::run() try {
@@ -70,6 +82,8 @@ void Proxy::run() try {
     }
 } catch (const Error &error) {
     fault_.raise(error.kind, format("rank %d: %s", rank_, error.what()));
+} catch (const std::exception &error) {
+    fault_.raise(Kind::Error, format("rank %d: its proxy failed: %s", rank_, error.what()));
 }
 
 void Proxy::take_submitted() {

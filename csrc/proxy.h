@@ -34,10 +34,11 @@ class Proxy final : public Wire::Sink {
     // Until everything submitted has left this machine; false at the deadline or at the fault.
     bool drain(int64_t deadline_ns);
     void close();
+    void forget();  // in a forked child: see Control::forget
 
     uint64_t put_nbytes() const { return put_nbytes_.load(std::memory_order_relaxed); }
     uint64_t puts() const { return puts_.load(std::memory_order_relaxed); }
-    uint64_t sent_nbytes() { return wire_ ? wire_->sent_nbytes() : 0; }
+    uint64_t sent_nbytes();
 
     void announced(int peer, const Fingerprint &fingerprint) override { calls_.heard(peer, fingerprint); }
     void arrived(uint32_t flag, uint32_t value) override { shared_.raise(rank_, flag, value, false); }
@@ -82,6 +83,8 @@ class Proxy final : public Wire::Sink {
     std::deque<Run> submitted_;
     std::atomic<bool> stop_{false}, idle_{true};
     std::atomic<uint64_t> submitted_count_{0}, taken_count_{0}, puts_{0}, put_nbytes_{0};
+    std::mutex wire_mutex_;  // sent_nbytes() against close()
+    uint64_t sent_nbytes_ = 0;  // at close()
     Thread thread_;
 };
 

@@ -12,6 +12,10 @@ from hdma.work import StartedCall, Work
 from hdma.world import init
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # The simulator is for developers: programs that only communicate do not wait for it to load.
     if name == "simulate":

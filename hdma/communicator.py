@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
 import weakref
 from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hdma import _core, connect, env, errors
+from hdma import _core, connect, env
 from hdma.algorithms import build, max_shard_nbytes
 from hdma.compile import compile_rank
 from hdma.errors import Error, UsageError
@@ -59,6 +61,7 @@ class Communicator:
     """Ranks that make the same collective calls in the same order. Made by `hdma.init()`.
 
     Tensors are torch tensors in host memory or numpy arrays, contiguous; bfloat16 arrays come from `ml_dtypes`.
+    One thread issues the calls, since their order must be the same on all ranks. Works may be waited for anywhere.
     Every method may raise `hdma.Error`. Arguments that cannot be right raise `UsageError` before anything is moved,
     and the communicator stays usable. Whatever goes wrong between ranks (one is killed or late, a connection is lost,
     they disagree on a call) ends the communicator on all of them with the same first cause; see `closed`.
@@ -85,7 +88,7 @@ class Communicator:
             window_nbytes=self._layout.window_nbytes,
             timeout_s=self._timeout_s,
             # A thread that spins on a core which the awaited one needs only makes it later.
-            spin_s=_SPIN_S if threads <= len(os.sched_getaffinity(0)) else 0.0,
+            spin_s=_SPIN_S if threads <= peers.host_cpus else 0.0,
             flag_names=self._layout.flag_names(self.rank),
             peers=[(rank, *fds) for rank, fds in peers.memory.items()],
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
@@ -94,7 +97,12 @@ class Communicator:
         self._plans: OrderedDict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = OrderedDict()
         self._in_flight: deque[Work] = deque()
         self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         _open.add(self)
+        # The last registered runs first: goodbyes before what the launcher's library does at exit, which may wait.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self._trace = env.DEBUG.read() == "TRACE"
         if self.rank == 0:
             env.debug("VERSION", f"version {VERSION}")
@@ -146,11 +154,18 @@ class Communicator:
         return dict(self._engine.stats())
 
     def close(self) -> None:
-        """Finishes the calls in flight and says goodbye to the peers, within the time-out; then no call is possible."""
+        """Finishes the calls in flight and says goodbye to the peers, within the time-out; then no call is possible.
+
+        Raises the `hdma.Error` of a call in flight that failed, if none was raised before; the communicator is closed
+        all the same.
+        """
         if not self._closed:
             self._closed = True
-            self._engine.close()
             _open.discard(self)
+            clean = not self._engine.fault()
+            self._engine.close()
+            if clean:
+                self._engine.check()
 
     @property
     def closed(self) -> bool:
@@ -160,12 +175,23 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:
+            self._abort(kind.__name__)
+        try:
+            self.close()
+        except Error:
+            if kind is None:  # What brought the caller here says more than what it led to.
+                raise
 
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.size}, {self.topology} nodes x ranks"
-        return f"<hdma.Communicator {where}{', closed' if self._closed else ''}>"
+        return f"<hdma.Communicator {where}{', closed' if self.closed else ''}>"
+
+    def _abort(self, reason: str) -> None:
+        """Ends the communicator on all ranks: this one will not make the calls that they may wait for."""
+        if not self._closed:
+            self._engine.abort(0, f"rank {self.rank} ended with {reason}: look at its output")
 
     def _all_gather(self, out: Any, inp: Any) -> _Request:
         dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
@@ -208,10 +234,8 @@ class Communicator:
             )
 
     def _call(self, request: _Request, async_op: bool) -> Work | None:
-        if self._trace:
-            env.debug("TRACE", f"rank {self.rank}: {request.text}")
+        self._check_open(request.text)
         pieces, _ = self._pieces(request.operation, request.nbytes, request.variant)
-        self._check_open()
         if not async_op:
             self._engine.run(request.text, pieces, *request.what())
             return None
@@ -219,6 +243,8 @@ class Communicator:
         return self._keep(Work(ticket, request.tensors()))
 
     def _start(self, request: _Request, pushes: bool) -> StartedCall:
+        text = f"start_{request.text}"
+        self._check_open(text)
         variant = replace(request.variant, shard_major=True)
         pieces, orders = self._pieces(request.operation, request.nbytes, variant)
         order = [(shard, part) for part, shards in enumerate(orders) for shard in shards]
@@ -226,21 +252,23 @@ class Communicator:
         for nbytes in (nbytes for _, repeats, nbytes in pieces for _ in range(repeats)):
             bounds.append((at // request.inp.itemsize, (at + nbytes) // request.inp.itemsize))
             at += nbytes
-        self._check_open()
-        text = f"start_{request.text}"
         ticket = self._engine.submit(text, pieces, *request.what(), len(order), pushes)
         work = self._keep(Work(ticket, request.tensors()))
         return StartedCall(work, ticket, order, bounds, self._timeout_s, pushes)
 
-    def _check_open(self) -> None:
+    def _check_open(self, text: str) -> None:
+        if self._trace:
+            env.debug("TRACE", f"rank {self.rank}: {text}")
         if self._closed:
-            raise Error("this communicator is closed: make a new one with hdma.init()")
+            forked = "belongs to the parent of this forked process" if self._pid != os.getpid() else "is closed"
+            raise Error(f"this communicator {forked}: make a new one with hdma.init()")
 
     def _keep(self, work: Work) -> Work:
         """Holds the call's tensors until it is done, also where the caller drops the Work."""
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft()
-        self._in_flight.append(work)
+        with self._lock:
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight.popleft()
+            self._in_flight.append(work)
         return work
 
     def _pieces(
@@ -274,10 +302,23 @@ class Communicator:
         return found
 
 
-@atexit.register
 def _close_all() -> None:
+    failure = getattr(sys, "last_value", None)  # What ends the interpreter, where it is an exception.
     for comm in list(_open):
         try:
+            if failure is not None:
+                comm._abort(type(failure).__name__)
             comm.close()
-        except errors.Error:
+        except Error:
             pass
+
+
+def _forget_all() -> None:
+    """In a forked child: the threads are the parent's, and links held open here would hide the parent's death."""
+    for comm in list(_open):
+        comm._closed = True
+        comm._engine.forget()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -31,6 +31,7 @@ class Peers:
     topology: Topology
     names: list[str]
     host_ranks: int
+    host_cpus: int  # that the ranks of this host may use together
     control: dict[int, int] = field(default_factory=dict)
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)  # (rail peer, lane number)
     memory: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # rank: flags, window, doorbell
@@ -39,6 +40,7 @@ class Peers:
 def discover(rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int | None, timeout_s: float) -> Peers:
     """Exchanges who is where. Raises `UsageError` where the ranks' settings (`agreed`) differ, naming both sides."""
     hello = {"pid": os.getpid(), "host": socket.gethostname(), "id": _host_id(), "agreed": agreed}
+    hello["cpus"] = sorted(os.sched_getaffinity(0))
     hellos = _exchange(rendezvous, "hello", hello, timeout_s)
     for rank, other in enumerate(hellos):
         for key in sorted({*hellos[0]["agreed"], *other["agreed"]}):
@@ -47,7 +49,9 @@ def discover(rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int
                 raise UsageError(f"{key} is {mine!r} on rank {rank} but {first!r} on rank 0: set it equal on all ranks")
     hosts = [other["id"] for other in hellos]
     names = [f"rank {rank} (pid {other['pid']} on {other['host']})" for rank, other in enumerate(hellos)]
-    return Peers(from_hosts(hosts, ranks_per_node), names, hosts.count(hosts[rendezvous.rank]))
+    mates = [other for other in hellos if other["id"] == hosts[rendezvous.rank]]
+    cpus = {cpu for other in mates for cpu in other["cpus"]}
+    return Peers(from_hosts(hosts, ranks_per_node), names, len(mates), len(cpus))
 
 
 def connect(rendezvous: Rendezvous, peers: Peers, flags_nbytes: int, timeout_s: float) -> None:

@@ -128,7 +128,7 @@ WINDOW_NBYTES = Variable(
     "HDMA_WINDOW_BYTES", _window_nbytes, 64 << 20, "the memory of one rank that its peers may write or read", True
 )
 CHUNK_NBYTES = Variable(
-    "HDMA_CHUNK_BYTES", _chunk_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: chosen by size)", True
+    "HDMA_CHUNK_BYTES", _chunk_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: 256 KiB)", True
 )
 RENDEZVOUS: Variable[Path | None] = Variable(
     "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False

@@ -6,7 +6,7 @@ import builtins
 
 
 class Error(RuntimeError):
-    """Anything that hdma could not do. After it, the communicator it came from is closed."""
+    """Anything that hdma could not do. Whether it has ended the communicator, `Communicator.closed` says."""
 
 
 class UsageError(Error):

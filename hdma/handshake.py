@@ -1,8 +1,8 @@
 """Sockets between ranks that have proved to each other that they know the communicator's secret.
 
     acceptor --nonce--> caller
-    acceptor <--magic, rank, purpose, nonce, HMAC(secret, "c", both nonces, rank, purpose)-- caller
-    acceptor --HMAC(secret, "a", both nonces, rank, purpose)--> caller
+    acceptor <--magic, rank, purpose, nonce, HMAC(secret, "c", both nonces, rank, callee, purpose)-- caller
+    acceptor --HMAC(secret, "a", both nonces, rank, callee, purpose)--> caller
 
 Neither side learns the secret from the other. Strangers and garbage are dropped, and accepting goes on.
 """
@@ -115,13 +115,13 @@ class Acceptor:
             sock.sendall(nonce)
             magic, rank, purpose, theirs, proof = _HELLO.unpack(_receive(sock, _HELLO.size))
             if magic != _MAGIC or not hmac.compare_digest(
-                proof, _proof(self._secret, b"c", nonce, theirs, rank, purpose)
+                proof, _proof(self._secret, b"c", nonce, theirs, rank, self.rank, purpose)
             ):
                 raise WireError("not one of ours")
             with self._changed:
                 if (rank, purpose) not in self._wanted or (rank, purpose) in self._links:
                     raise WireError("not expected")
-                sock.sendall(_proof(self._secret, b"a", nonce, theirs, rank, purpose))
+                sock.sendall(_proof(self._secret, b"a", nonce, theirs, rank, self.rank, purpose))
                 self._links[rank, purpose] = _tuned(sock)
                 self._changed.notify_all()
         except (OSError, WireError):
@@ -143,9 +143,11 @@ def call(addresses: list[Any], secret: bytes, rank: int, peer: int, purpose: int
                 sock.settimeout(min(_HANDSHAKE_S, left_s(deadline)))
                 theirs, nonce = _receive(sock, 16), secrets.token_bytes(16)
                 sock.sendall(
-                    _HELLO.pack(_MAGIC, rank, purpose, nonce, _proof(secret, b"c", theirs, nonce, rank, purpose))
+                    _HELLO.pack(_MAGIC, rank, purpose, nonce, _proof(secret, b"c", theirs, nonce, rank, peer, purpose))
                 )
-                if not hmac.compare_digest(_receive(sock, 32), _proof(secret, b"a", theirs, nonce, rank, purpose)):
+                if not hmac.compare_digest(
+                    _receive(sock, 32), _proof(secret, b"a", theirs, nonce, rank, peer, purpose)
+                ):
                     raise WireError("the peer does not know the communicator's secret")
                 return _tuned(sock)
             except (OSError, WireError) as error:
@@ -156,8 +158,9 @@ def call(addresses: list[Any], secret: bytes, rank: int, peer: int, purpose: int
         time.sleep(0.05)
 
 
-def _proof(secret: bytes, side: bytes, acceptor: bytes, caller: bytes, rank: int, purpose: int) -> bytes:
-    return hmac.digest(secret, side + acceptor + caller + struct.pack("!IB", rank, purpose), "sha256")
+def _proof(secret: bytes, side: bytes, acceptor: bytes, caller: bytes, rank: int, callee: int, purpose: int) -> bytes:
+    """Names the callee too: an address such as a private bridge's may lead to another rank than was meant."""
+    return hmac.digest(secret, side + acceptor + caller + struct.pack("!IIB", rank, callee, purpose), "sha256")
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from hdma.errors import UsageError
 from hdma.layout import Flag, Layout, Ring
 from hdma.topology import Topology
 
@@ -94,6 +95,11 @@ class Variant:
     wire_nbytes: int = 0
     skew: int = 1
     shard_major: bool = False
+
+    def __post_init__(self) -> None:
+        element, wire = self.element_nbytes, self.wire_nbytes
+        if element < 1 or (wire and (wire < element or wire % element)) or self.skew < 0:
+            raise UsageError(f"no plan has elements of {element} bytes, of {wire} on the wire, and skew {self.skew}")
 
     @property
     def wire_ratio(self) -> int:

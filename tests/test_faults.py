@@ -82,3 +82,8 @@ def test_exit_without_close(tmp_path: Path) -> None:
     ]
     for each in ranks(4, program, grid_env((2, 2), tmp_path)):
         assert each.code == 0 and not each.out, each.out
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (2, 2)], ids=shape_name)
+def test_close_before_the_last_push(grid: tuple[int, int], tmp_path: Path) -> None:
+    run_grid("unpushed.py", grid, tmp_path)

@@ -27,7 +27,7 @@ def max_shard_nbytes(layout: Layout, variant: Variant) -> int:
     if not longest:
         raise UsageError(
             f"an element of {variant.element_nbytes} bytes does not fit a slot of {layout.slot_nbytes} bytes: view the "
-            "tensor as a smaller dtype, or set HDMA_WINDOW_BYTES higher"
+            "tensor as a smaller dtype, or set HDMA_CHUNK_BYTES (and HDMA_WINDOW_BYTES) higher"
         )
     return longest
 
