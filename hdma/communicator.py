@@ -98,7 +98,7 @@ class Communicator:
         self._in_flight: deque[Work] = deque()
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.Lock()
         _open.add(self)
         # The last registered runs first: goodbyes before what the launcher's library does at exit, which may wait.
         atexit.unregister(_close_all)
@@ -159,13 +159,14 @@ class Communicator:
         Raises the `hdma.Error` of a call in flight that failed, if none was raised before; the communicator is closed
         all the same.
         """
-        if not self._closed:
-            self._closed = True
-            _open.discard(self)
-            clean = not self._engine.fault()
-            self._engine.close()
-            if clean:
-                self._engine.check()
+        with self._closing:  # Who calls second, also at exit, waits until the first is through.
+            if not self._closed:
+                self._closed = True
+                clean = not self._engine.fault()
+                self._engine.close()
+                _open.discard(self)
+                if clean:
+                    self._engine.check()
 
     @property
     def closed(self) -> bool:

@@ -87,3 +87,25 @@ def test_exit_without_close(tmp_path: Path) -> None:
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1), (2, 2)], ids=shape_name)
 def test_close_before_the_last_push(grid: tuple[int, int], tmp_path: Path) -> None:
     run_grid("unpushed.py", grid, tmp_path)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=shape_name)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "exception",
+        "exception in with",
+        "interrupted call",
+        "interrupted behind a call in flight",
+        "interrupted close",
+        "closed by another thread",
+        "fork",
+        "killed with a child alive",
+    ],
+)
+def test_leaving(how: str, grid: tuple[int, int], tmp_path: Path) -> None:
+    env = grid_env(grid, tmp_path, HDMA_TIMEOUT_S=20)
+    finished = ranks(grid[0] * grid[1], [PROGRAMS / "leaving.py", how], env)
+    codes = [each.code for each in finished]
+    first = {"exception": 1, "killed with a child alive": -9}.get(how, 0)
+    assert codes == [first] + [0] * (len(codes) - 1), "\n".join(each.out for each in finished)
