@@ -36,7 +36,7 @@ bench: build
 	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/collectives.py -B hdma,gloo
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info hdma/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) overlap.json overlap.png build dist *.egg-info hdma/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/tools:
 	$(PYTHON) -m venv $(VENV)

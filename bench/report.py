@@ -16,7 +16,7 @@ together      wall time of the overlapped region: the collective is started, the
 GEMM, coll.   wall times of each alone. All times: slowest rank of a turn, median of turns
 GEMM slowdown time of the GEMM beside the collective / time of the GEMM alone in the same turn, median
 hidden        (GEMM + coll. - together) / min(GEMM, coll.) of a turn, median: 100 % = the shorter one costs nothing,
-              0 % = no better than one after the other, below 0 % = worse
+              0 % = no better than one after the other, below 0 % = worse; above 100 % = noise: alone was slower
 vs gloo       gloo's time together / this one's: above 1 is faster
 mean          geometric, over shapes; of hidden, which may be negative, arithmetic"""
 

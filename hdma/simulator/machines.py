@@ -69,7 +69,8 @@ MACHINES: dict[str, Machine] = {
             walkers=ONE_WALKER,
             estimated=("link_gb_s", "nic_gb_s", "reduce_gb_s", "memory_gb_s", "copy_s", "wait_s", "post_s", "put_s"),
         ),
-        # Copies by peer engines, same-device copies and a write + wait pair were measured on two GPUs (NVLink).
+        # Copies by peer engines, same-device copies and a write + wait pair were measured on two GPUs (NVLink) with
+        # prototypes, not by hdma.
         Machine(
             "h200",
             link_gb_s=378,
@@ -88,7 +89,7 @@ MACHINES: dict[str, Machine] = {
             put_s=4e-6,
             estimated=("nic_gb_s", "copies_at_once", "copy_s", "reduce_s", "more_s", "post_s", "put_s"),
         ),
-        # One copy engine a peer and 61 GB/s a link fit published transfer curves (64 KB 17 GB/s, 1 MB 52, 8 MB 60).
+        # One copy engine a peer and 61 GB/s a link fit transfer curves that others report (64 KB 17 GB/s, 1 MB 52, 8 MB 60).
         Machine(
             "mi355x",
             link_gb_s=61,
