@@ -118,6 +118,8 @@ nb::dict stats(Engine &engine) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+    // A daemon thread that is in a call when the interpreter ends keeps its objects; that is no fault to print about.
+    nb::set_leak_warnings(false);
     m.doc() = "The C++ core of hdma: see csrc/engine.h. Private: use hdma.Communicator.";
     m.def("flags_nbytes", [](size_t flag_count) { return Shared::nbytes(flag_count * sizeof(Word)); },
           "Bytes of the memory that a rank's flags and call records take.");
