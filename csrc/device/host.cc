@@ -59,7 +59,7 @@ class Host final : public Device {
     char *window(int rank) override { return peers_[rank].window; }
 
     void copy(void *dst, const void *src, size_t nbytes, bool streaming) override {
-        if (dst == src) return;
+        if (dst == src || nbytes == 0) return;
         if (streaming)
             copy_streaming(dst, src, nbytes);
         else
