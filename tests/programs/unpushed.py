@@ -10,9 +10,10 @@ import numpy as np
 import hdma
 
 comm = hdma.init()
-call = comm.start_reduce_scatter(np.zeros(4, np.float32), np.ones(4 * comm.size, np.float32))
 started = time.monotonic()
 try:
+    # Also a rank that comes when rank 0 has already closed gets its reason.
+    call = comm.start_reduce_scatter(np.zeros(4, np.float32), np.ones(4 * comm.size, np.float32))
     for shard, part in call.order[: -1 if comm.rank == 0 else None]:
         call.push(shard, part)
     if comm.rank == 0:
