@@ -60,13 +60,18 @@ struct Rows {
         : data(static_cast<const int64_t *>(bytes.data())), count(bytes.size() / sizeof(int64_t) / columns) {}
 };
 
-using Pieces = std::vector<std::tuple<std::shared_ptr<LoadedPlan>, uint32_t, int64_t>>;
+// A pointer of our own: one made from a Python object would need the GIL where a thread of ours drops it last.
+struct PlanHandle {
+    std::shared_ptr<const LoadedPlan> plan;
+};
+
+using Pieces = std::vector<std::tuple<PlanHandle, uint32_t, int64_t>>;
 
 Call make_call(const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output, int64_t input_stride,
                int64_t output_stride, int dtype, int wire_dtype, int op, uint32_t marks, bool pushes) {
     Call call;
     call.text = text;
-    for (const auto &[plan, repeats, nbytes] : pieces) call.pieces.push_back({plan, repeats, nbytes});
+    for (const auto &[plan, repeats, nbytes] : pieces) call.pieces.push_back({plan.plan, repeats, nbytes});
     call.input = reinterpret_cast<char *>(input);
     call.output = reinterpret_cast<char *>(output);
     call.input_stride = input_stride;
@@ -133,10 +138,12 @@ NB_MODULE(_core, m) {
         }
     });
 
-    nb::class_<LoadedPlan>(m, "Plan").def(nb::new_([](const nb::bytes &steps, const nb::bytes &sources, const nb::bytes &spans) {
-        Rows a(steps, kStepColumns), b(sources, kSourceColumns), c(spans, 2);
-        return std::make_shared<LoadedPlan>(decode(a.data, a.count, b.data, b.count, c.data, c.count));
-    }));
+    nb::class_<PlanHandle>(m, "Plan").def(
+        "__init__", [](PlanHandle *self, const nb::bytes &steps, const nb::bytes &sources, const nb::bytes &spans) {
+            Rows a(steps, kStepColumns), b(sources, kSourceColumns), c(spans, 2);
+            new (self) PlanHandle{
+                std::make_shared<LoadedPlan>(decode(a.data, a.count, b.data, b.count, c.data, c.count))};
+        });
 
     nb::class_<Ticket>(m, "Ticket")
         .def("wait",
