@@ -109,3 +109,8 @@ def test_leaving(how: str, grid: tuple[int, int], tmp_path: Path) -> None:
     codes = [each.code for each in finished]
     first = {"exception": 1, "killed with a child alive": -9}.get(how, 0)
     assert codes == [first] + [0] * (len(codes) - 1), "\n".join(each.out for each in finished)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=shape_name)
+def test_dropped_with_a_call_in_flight(grid: tuple[int, int], tmp_path: Path) -> None:
+    run_grid("dropped.py", grid, tmp_path, HDMA_TIMEOUT_S=20)
