@@ -65,23 +65,46 @@ struct PlanHandle {
     std::shared_ptr<const LoadedPlan> plan;
 };
 
-using Pieces = std::vector<std::tuple<PlanHandle, uint32_t, int64_t>>;
+struct RequestHandle {
+    std::shared_ptr<const Request> request;
+};
 
-Call make_call(const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output, int64_t input_stride,
-               int64_t output_stride, int dtype, int wire_dtype, int op, uint32_t marks, bool pushes) {
-    Call call;
-    call.text = text;
-    for (const auto &[plan, repeats, nbytes] : pieces) call.pieces.push_back({plan.plan, repeats, nbytes});
-    call.input = reinterpret_cast<char *>(input);
-    call.output = reinterpret_cast<char *>(output);
-    call.input_stride = input_stride;
-    call.output_stride = output_stride;
-    call.dtype = static_cast<Dtype>(dtype);
-    call.wire_dtype = static_cast<Dtype>(wire_dtype);
-    call.op = static_cast<Op>(op);
-    call.marks = marks;
-    call.pushes = pushes;
-    return call;
+using Pieces = std::vector<std::tuple<PlanHandle, uint32_t, int64_t, int64_t, int64_t, int64_t>>;
+
+void make_request(RequestHandle *self, const std::string &text, const Pieces &pieces, int dtype, int wire_dtype, int op,
+                  uint32_t marks, bool pushes) {
+    auto request = std::make_shared<Request>();
+    request->text = CallText(text);
+    for (const auto &[plan, repeats, nbytes, offset, input_stride, output_stride] : pieces)
+        request->pieces.push_back({plan.plan, repeats, nbytes, offset, input_stride, output_stride});
+    request->dtype = static_cast<Dtype>(dtype);
+    request->wire_dtype = static_cast<Dtype>(wire_dtype);
+    request->op = static_cast<Op>(op);
+    request->marks = marks;
+    request->pushes = pushes;
+    new (self) RequestHandle{std::move(request)};
+}
+
+Call make_call(const RequestHandle &handle, uintptr_t input, uintptr_t output) {
+    return {handle.request, reinterpret_cast<char *>(input), reinterpret_cast<char *>(output)};
+}
+
+// The structure behind numpy's __array_struct__ protocol, version 2.
+struct ArrayStruct {
+    int two, dimensions;
+    char kind;
+    int itemsize, flags;
+    intptr_t *shape, *strides;
+    void *data;
+    PyObject *descr;
+};
+
+// Address and flags (numpy's: 1 contiguous, 0x400 writable) of a numpy array: a tenth of the time of `.ctypes.data`.
+std::pair<uintptr_t, int> array_address(nb::handle array) {
+    nb::object capsule = array.attr("__array_struct__");
+    auto *found = static_cast<ArrayStruct *>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+    if (!found) throw nb::python_error();
+    return {reinterpret_cast<uintptr_t>(found->data), found->flags};
 }
 
 std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
@@ -100,9 +123,9 @@ std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_
     config.flag_names = std::move(flag_names);
     config.interrupted = interrupted;
     for (auto [peer, flags_fd, window_fd, doorbell_fd] : peers)
-        config.peers.push_back({peer, flags_fd, window_fd, doorbell_fd});
-    for (const auto &[peer, fd, name] : control) config.control.push_back({peer, fd, name});
-    for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), fd});
+        config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd)});
+    for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
+    for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
     return std::make_unique<Engine>(std::move(config));
 }
 
@@ -145,6 +168,9 @@ NB_MODULE(_core, m) {
                 std::make_shared<LoadedPlan>(decode(a.data, a.count, b.data, b.count, c.data, c.count))};
         });
 
+    nb::class_<RequestHandle>(m, "Request").def("__init__", &make_request);
+    m.def("array_address", &array_address, "Address and flags of a numpy array.");
+
     nb::class_<Ticket>(m, "Ticket")
         .def("wait",
              [](Ticket &t, double timeout_s) {
@@ -162,9 +188,8 @@ NB_MODULE(_core, m) {
              nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("spin_s"),
              nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
         .def("run",
-             [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
-                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, int op) {
-                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, op, 0, false);
+             [](Engine &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
+                 Call call = make_call(request, input, output);
                  try {
                      nb::gil_scoped_release unlocked;
                      e.run(call);
@@ -174,9 +199,8 @@ NB_MODULE(_core, m) {
                  }
              })
         .def("submit",
-             [](Engine &e, const std::string &text, const Pieces &pieces, uintptr_t input, uintptr_t output,
-                int64_t input_stride, int64_t output_stride, int dtype, int wire_dtype, int op, uint32_t marks, bool pushes) {
-                 Call call = make_call(text, pieces, input, output, input_stride, output_stride, dtype, wire_dtype, op, marks, pushes);
+             [](Engine &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
+                 Call call = make_call(request, input, output);
                  nb::gil_scoped_release unlocked;
                  return e.submit(call);
              })

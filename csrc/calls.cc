@@ -8,10 +8,10 @@ Calls::Calls(int rank, int size, Shared &shared, Fault &fault)
     for (auto &calls : departed_) calls.store(kHere);
 }
 
-Fingerprint Calls::begin(const std::string &text) {
+Fingerprint Calls::begin(const CallText &text) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_.check();
-    mine_.follow(mine_.hash, text);
+    mine_.follow(text);
     uint64_t call = mine_.call++;
     begun_.store(mine_.call, std::memory_order_release);
 

@@ -35,7 +35,7 @@ Control::Control(std::vector<Part> parts, Calls &calls, Fault &fault) : calls_(c
     for (Part &part : parts) {
         links_.emplace_back();
         links_.back().rank = part.rank;
-        links_.back().fd = Fd(part.fd);
+        links_.back().fd = std::move(part.fd);
         links_.back().name = std::move(part.name);
     }
     wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));

@@ -26,7 +26,8 @@ namespace hdma {
 class Control {
   public:
     struct Part {
-        int rank, fd;      // a connected stream socket that has passed the handshake; taken over
+        int rank;
+        Fd fd;             // a connected stream socket that has passed the handshake
         std::string name;  // "rank 3 (pid 412 on node7)"
     };
     Control(std::vector<Part> parts, Calls &calls, Fault &fault);

@@ -75,27 +75,36 @@ void Ticket::complete(std::optional<Error> error) {
 Engine::Engine(Config config) : config_(std::move(config)), base_(config_.ring_count, 0) {
     std::vector<Shared::Part> shared;
     std::vector<WindowPart> windows;
-    for (const Peer &peer : config_.peers) {
-        shared.push_back({peer.rank, peer.flags_fd, peer.doorbell_fd});
-        windows.push_back({peer.rank, peer.window_fd});
+    for (Peer &peer : config_.peers) {
+        shared.push_back({peer.rank, std::move(peer.flags), std::move(peer.doorbell)});
+        windows.push_back({peer.rank, std::move(peer.window)});
     }
     int rank = config_.rank, size = config_.size;
-    shared_ = std::make_unique<Shared>(rank, size, shared, config_.flag_count * sizeof(Word), config_.spin_ns, fault_);
-    device_ = host_device(rank, size, windows, config_.window_nbytes, *shared_);
+    shared_ = std::make_unique<Shared>(rank, size, std::move(shared), config_.flag_count * sizeof(Word), config_.spin_ns, fault_);
+    device_ = host_device(rank, size, std::move(windows), config_.window_nbytes, *shared_);
     calls_ = std::make_unique<Calls>(rank, size, *shared_, fault_);
     control_ = std::make_unique<Control>(std::move(config_.control), *calls_, fault_);
     fault_.listen([this] { shared_->wake(); });
     if (!config_.tcp.empty()) {
         char *window = device_->window(rank);
         proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, window, *shared_, *calls_, fault_);
-        proxy_->start(tcp_wire(config_.tcp, window, config_.window_nbytes, config_.flag_count, *proxy_));
+        proxy_->start(tcp_wire(std::move(config_.tcp), window, config_.window_nbytes, config_.flag_count, *proxy_));
     }
     control_->start();
 }
 
 Engine::~Engine() { close(); }
 
+// The walker asks for the user's signals while it waits, and so runs their handlers: these must not wait for it.
+void Engine::check_not_walking(const char *what) {
+    if (walking_.load(std::memory_order_relaxed) == std::this_thread::get_id())
+        throw Error(Kind::Usage, format("rank %d: %s from a signal handler that interrupted %s. Let the handler raise an "
+                                        "exception, or set something for later",
+                                        config_.rank, what, fingerprint_.text));
+}
+
 void Engine::run(const Call &call) {
+    check_not_walking("a call");
     {
         std::unique_lock<std::mutex> lock(queue_mutex_);
         drain_queue(lock);
@@ -106,11 +115,17 @@ void Engine::run(const Call &call) {
 }
 
 std::shared_ptr<Ticket> Engine::submit(const Call &call) {
-    auto ticket = std::make_shared<Ticket>(call.marks);
+    check_not_walking("a call");
+    auto ticket = std::make_shared<Ticket>(call.request->marks);
     std::lock_guard<std::mutex> lock(queue_mutex_);
     if (closing_) throw Error(Kind::Error, "this communicator is closed");
     fault_.check();
-    if (!worker_.started()) worker_.start("hdma-worker", [this] { work(); });
+    if (!worker_.started()) try {
+            worker_.start("hdma-worker", [this] { work(); });
+        } catch (const Error &error) {
+            fault_.raise(error.kind, format("rank %d: %s", config_.rank, error.what()));
+            throw;
+        }
     queue_.push_back({call, ticket});
     queue_changed_.notify_all();
     return ticket;
@@ -151,15 +166,20 @@ void Engine::work() {
 }
 
 void Engine::execute(const Call &call, Ticket *ticket) try {
-    fingerprint_ = calls_->begin(call.text);
+    struct Walking {
+        explicit Walking(std::atomic<std::thread::id> &who) : who(who) { who = std::this_thread::get_id(); }
+        ~Walking() { who = std::thread::id(); }
+        std::atomic<std::thread::id> &who;
+    } walking(walking_);
+    fingerprint_ = calls_->begin(call.request->text);
     if (config_.size > 1 && !windows_open_) open_windows(!ticket);
-    int64_t offset = 0;
     uint32_t mark = 0;
-    for (const Piece &piece : call.pieces) {
+    for (const Piece &piece : call.request->pieces) {
         const LoadedPlan &plan = *piece.plan;
+        int64_t offset = piece.offset;
         for (uint32_t i = 0; i < piece.repeats; ++i) {
             if (proxy_) proxy_->submit(piece.plan, fingerprint_);
-            walk(plan, call, offset, mark, ticket);
+            walk(call, piece, offset, mark, ticket);
             for (const Span &span : plan.spans) base_[span.ring] += span.chunks;
             offset += piece.nbytes;
             mark += plan.order_count;
@@ -197,26 +217,28 @@ void Engine::open_windows(bool callers_thread) {
     windows_open_ = true;
 }
 
-char *Engine::address(const Place &place, const Call &call, int64_t offset) {
+char *Engine::address(const Place &place, const Call &call, const Piece &piece, int64_t offset) {
     switch (place.space) {
-        case Space::Input: return call.input + place.shard * call.input_stride + offset + place.offset;
-        case Space::Output: return call.output + place.shard * call.output_stride + offset + place.offset;
+        case Space::Input: return call.input + place.shard * piece.input_stride + offset + place.offset;
+        case Space::Output: return call.output + place.shard * piece.output_stride + offset + place.offset;
         default: return device_->window(place.rank) + place.offset;
     }
 }
 
-void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint32_t first_mark, Ticket *ticket) {
+void Engine::walk(const Call &call, const Piece &piece, int64_t offset, uint32_t first_mark, Ticket *ticket) {
+    const Request &request = *call.request;
+    const LoadedPlan &plan = *piece.plan;
     std::vector<const void *> srcs;
     uint64_t copies = 0, copied = 0, reduces = 0, reduced = 0;
     for (const Step &step : plan.walk) {
         uint32_t value = base_[step.ring] + step.value;
-        if (ticket && step.needs >= 0 && call.pushes) {
+        if (ticket && step.needs >= 0 && request.pushes) {
             uint32_t mark = first_mark + static_cast<uint32_t>(step.needs);
             auto pushed = ticket->wait_pushed(mark, now_ns() + config_.timeout_ns, fault_, closing_);
             if (pushed == Ticket::Pushed::Late) time_out(format("its caller to push piece %u of the order", mark));
             if (pushed == Ticket::Pushed::Never)
                 throw Error(Kind::Usage, format("rank %d closed its communicator in %s before it had pushed every shard",
-                                                config_.rank, call.text.c_str()));
+                                                config_.rank, request.text.text));
         }
         switch (step.verb) {
             case Verb::Wait:
@@ -227,29 +249,30 @@ void Engine::walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint
             case Verb::Signal: device_->raise(step.flag_owner, step.flag, value, step.doorbell); break;
             case Verb::Copy:
             case Verb::Reduce: {
-                char *dst = address(step.dst, call, offset);
+                char *dst = address(step.dst, call, piece, offset);
                 const Place *sources = &plan.sources[step.first_source];
+                bool streaming = step.dst.space == Space::Output && piece.output_stride >= kStreamingNbytes;
                 if (step.source_count == 1 && sources->wire == step.dst.wire) {
-                    bool streaming = step.dst.space == Space::Output && call.output_stride >= kStreamingNbytes;
-                    device_->copy(dst, address(*sources, call, offset), step.dst.nbytes, streaming);
+                    device_->copy(dst, address(*sources, call, piece, offset), step.dst.nbytes, streaming);
                     ++copies;
                     copied += step.dst.nbytes;
                     break;
                 }
-                Dtype to = step.dst.wire ? call.wire_dtype : call.dtype, from = sources->wire ? call.wire_dtype : call.dtype;
+                Dtype to = step.dst.wire ? request.wire_dtype : request.dtype;
+                Dtype from = sources->wire ? request.wire_dtype : request.dtype;
                 srcs.clear();
-                for (uint32_t s = 0; s < step.source_count; ++s) srcs.push_back(address(sources[s], call, offset));
+                for (uint32_t s = 0; s < step.source_count; ++s) srcs.push_back(address(sources[s], call, piece, offset));
                 // Only the last step of an average divides: the sums before it keep their bits.
-                int divisor = call.op == Op::Avg && step.dst.space == Space::Output ? config_.size : 1;
-                device_->reduce(call.op, divisor, dst, to, srcs.data(), step.source_count, from,
-                                step.dst.nbytes / dtype_nbytes(to));
+                int divisor = request.op == Op::Avg && step.dst.space == Space::Output ? config_.size : 1;
+                device_->reduce(request.op, divisor, dst, to, srcs.data(), step.source_count, from,
+                                step.dst.nbytes / dtype_nbytes(to), streaming);
                 ++reduces;
                 reduced += step.dst.nbytes;
                 break;
             }
             default: break;
         }
-        if (ticket && step.gives >= 0 && call.marks) ticket->give(first_mark + static_cast<uint32_t>(step.gives));
+        if (ticket && step.gives >= 0 && request.marks) ticket->give(first_mark + static_cast<uint32_t>(step.gives));
     }
     copies_.fetch_add(copies, std::memory_order_relaxed);
     copy_nbytes_.fetch_add(copied, std::memory_order_relaxed);
@@ -267,6 +290,7 @@ void Engine::time_out(const std::string &waits_for) {
 }
 
 void Engine::close() {
+    if (!closing_) check_not_walking("close()");
     {
         std::lock_guard<std::mutex> lock(queue_mutex_);
         if (closing_.exchange(true)) return;

@@ -18,6 +18,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "calls.h"
 #include "control.h"
@@ -29,18 +30,24 @@ namespace hdma {
 struct Piece {
     std::shared_ptr<const LoadedPlan> plan;
     uint32_t repeats;
-    int64_t nbytes;  // of a shard in one run: how far the next run starts
+    int64_t nbytes;                       // of a shard in one run: how far the next run starts
+    int64_t offset;                       // where the first run starts
+    int64_t input_stride, output_stride;  // bytes from shard to shard
+};
+
+// What calls do, apart from whose tensors they do it to: made once, run many times.
+struct Request {
+    CallText text;
+    std::vector<Piece> pieces;
+    Dtype dtype, wire_dtype;
+    Op op;
+    uint32_t marks;  // (shard, part) pairs that the caller pushes or waits for one by one; 0: none
+    bool pushes;     // the walk holds before a pair that was not pushed
 };
 
 struct Call {
-    std::string text;
-    std::vector<Piece> pieces;
+    std::shared_ptr<const Request> request;
     char *input, *output;
-    int64_t input_stride, output_stride;  // bytes from shard to shard
-    Dtype dtype, wire_dtype;
-    Op op;
-    uint32_t marks = 0;   // (shard, part) pairs that the caller pushes or waits for one by one; 0: none
-    bool pushes = false;  // the walk holds before a pair that was not pushed
 };
 
 // An asynchronous call.
@@ -71,7 +78,8 @@ class Ticket {
 class Engine {
   public:
     struct Peer {
-        int rank, flags_fd, window_fd, doorbell_fd;  // this rank and its node mates
+        int rank;  // this rank or a node mate
+        Fd flags, window, doorbell;
     };
     struct Config {
         int rank, size;
@@ -105,11 +113,12 @@ class Engine {
   private:
     void execute(const Call &call, Ticket *ticket);
     void open_windows(bool callers_thread);
-    void walk(const LoadedPlan &plan, const Call &call, int64_t offset, uint32_t first_mark, Ticket *ticket);
+    void walk(const Call &call, const Piece &piece, int64_t offset, uint32_t first_mark, Ticket *ticket);
+    void check_not_walking(const char *what);
     template <class Wait>
     void hold(bool callers_thread, const std::string &waits_for, Wait wait);
     [[noreturn]] void time_out(const std::string &waits_for);
-    char *address(const Place &place, const Call &call, int64_t offset);
+    char *address(const Place &place, const Call &call, const Piece &piece, int64_t offset);
     void work();
     void drain_queue(std::unique_lock<std::mutex> &lock);
 
@@ -130,6 +139,7 @@ class Engine {
         std::shared_ptr<Ticket> ticket;
     };
     std::mutex walk_mutex_, queue_mutex_;
+    std::atomic<std::thread::id> walking_{};  // who holds walk_mutex_
     std::condition_variable queue_changed_;
     std::deque<Job> queue_;  // the front is being walked
     std::atomic<bool> closing_{false};

@@ -17,7 +17,7 @@ Place decode_place(const int64_t *row) {
 }  // namespace
 
 // Columns of a step: verb, lane, doorbell, space|wire, rank, shard, offset, nbytes, first source, sources,
-// flag owner, flag, ring, value, local flag, local ring, needs, gives. hdma/compile.py writes them.
+// flag owner, flag, ring, value, local flag, local ring, local value, needs, gives. hdma/compile.py writes them.
 LoadedPlan decode(const int64_t *steps, size_t step_count, const int64_t *sources, size_t source_count,
                   const int64_t *spans, size_t span_count) {
     LoadedPlan plan;
@@ -39,8 +39,9 @@ LoadedPlan decode(const int64_t *steps, size_t step_count, const int64_t *source
         s.value = static_cast<uint32_t>(c[13]);
         s.local_flag = static_cast<int32_t>(c[14]);
         s.local_ring = static_cast<uint32_t>(c[15]);
-        s.needs = static_cast<int32_t>(c[16]);
-        s.gives = static_cast<int32_t>(c[17]);
+        s.local_value = static_cast<uint32_t>(c[16]);
+        s.needs = static_cast<int32_t>(c[17]);
+        s.gives = static_cast<int32_t>(c[18]);
         if (s.first_source + s.source_count > plan.sources.size())
             throw Error(Kind::Error, "a step names sources that are not there: plan.h and compile.py differ");
         plan.order_count = std::max(plan.order_count, static_cast<uint32_t>(std::max(s.needs, s.gives) + 1));

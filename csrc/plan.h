@@ -19,11 +19,13 @@ namespace hdma {
 enum class Verb : uint8_t { Copy, Put, Signal, Wait, Reduce, Enter, Leave };
 enum class Lane : uint8_t { Near, Rail, Put, Credit };
 enum class Space : uint8_t { None, Input, Output, Window };
-enum class Dtype : uint8_t { Bytes, Float32, Bfloat16, Float16, Float64, Int8, Int16, Int32, Int64, Uint8, Bool };
+enum class Dtype : uint8_t {
+    Bytes, Float32, Bfloat16, Float16, Float64, Int8, Int16, Int32, Int64, Uint8, Bool, Float8E4m3, Float8E5m2
+};
 enum class Op : uint8_t { Sum, Avg, Max, Min, Prod };
 
 inline size_t dtype_nbytes(Dtype dtype) {
-    static constexpr uint8_t nbytes[] = {1, 4, 2, 2, 8, 1, 2, 4, 8, 1, 1};
+    static constexpr uint8_t nbytes[] = {1, 4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1, 1};
     return nbytes[static_cast<int>(dtype)];
 }
 
@@ -46,7 +48,7 @@ struct Step {
     int32_t flag_owner;
     uint32_t flag, ring, value;            // the flag waited for or raised
     int32_t local_flag;                    // put: -1 for none
-    uint32_t local_ring;
+    uint32_t local_ring, local_value;
     int32_t needs, gives;                  // index in the call's order, -1 for none
 };
 
@@ -62,22 +64,32 @@ struct LoadedPlan {
     uint32_t order_count = 0;    // shards that the walk needs or gives
 };
 
-constexpr size_t kStepColumns = 18, kSourceColumns = 5;
+constexpr size_t kStepColumns = 19, kSourceColumns = 5;
 
 LoadedPlan decode(const int64_t *steps, size_t step_count, const int64_t *sources, size_t source_count,
                   const int64_t *spans, size_t span_count);
 
-// What a call is, compared between ranks before its data is used. `hash` runs over all calls of the communicator.
+// What a call is, in words, with a hash of all of them.
+struct CallText {
+    char text[112] = {};
+    uint64_t hash = 0xcbf29ce484222325ull;
+
+    CallText() = default;
+    explicit CallText(const std::string &what) {
+        std::memcpy(text, what.data(), std::min(what.size(), sizeof text - 1));
+        for (char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+    }
+};
+
+// Compared between ranks before a call's data is used. `hash` runs over all calls of the communicator, in order.
 struct Fingerprint {
     uint64_t call = 0;
     uint64_t hash = 0;
     char text[112] = {};
 
-    void follow(uint64_t before, const std::string &what) {
-        std::memset(text, 0, sizeof text);
-        std::memcpy(text, what.data(), std::min(what.size(), sizeof text - 1));
-        hash = before ^ 0xcbf29ce484222325ull;
-        for (char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+    void follow(const CallText &next) {
+        std::memcpy(text, next.text, sizeof text);
+        hash = (hash << 7 ^ hash >> 57 ^ next.hash) * 0x100000001b3ull;
     }
 };
 

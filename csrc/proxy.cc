@@ -120,7 +120,7 @@ bool Proxy::execute(const LoadedPlan &plan, const Step &step, const Cursor &lane
     put.flag = step.flag;
     put.value = value;
     put.local_flag = step.local_flag;
-    put.local_value = lane.base[step.local_ring] + step.value;
+    put.local_value = lane.base[step.local_ring] + step.local_value;
     put.fingerprint = lane.runs.front().fingerprint;
     if (step.source_count) {
         put.offset = step.dst.offset;

@@ -37,20 +37,16 @@ inline void relax() {
 
 size_t Shared::nbytes(size_t flags_nbytes) { return sizeof(Board) + flags_nbytes; }
 
-Shared::Shared(int rank, int size, const std::vector<Part> &parts, size_t flags_nbytes, int64_t spin_ns,
+Shared::Shared(int rank, int size, std::vector<Part> parts, size_t flags_nbytes, int64_t spin_ns,
                const Fault &fault)
     : rank_(rank), flags_nbytes_(flags_nbytes), spin_ns_(spin_ns), fault_(fault), peers_(size) {
-    std::vector<Fd> memory;
-    for (const Part &part : parts) {
-        memory.emplace_back(part.flags_fd);
-        peers_[part.rank].doorbell = Fd(part.doorbell_fd);
-    }
-    for (size_t i = 0; i < parts.size(); ++i) {
-        void *at = mmap(nullptr, nbytes(flags_nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, memory[i].get(), 0);
+    for (Part &part : parts) {
+        void *at = mmap(nullptr, nbytes(flags_nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, part.flags.get(), 0);
         if (at == MAP_FAILED)
-            throw Error(Kind::Device, format("rank %d cannot map the flags of rank %d (%zu bytes): %s", rank,
-                                             parts[i].rank, nbytes(flags_nbytes), errno_text(errno).c_str()));
-        peers_[parts[i].rank].board = static_cast<Board *>(at);
+            throw Error(Kind::Device, format("rank %d cannot map the flags of rank %d (%zu bytes): %s", rank, part.rank,
+                                             nbytes(flags_nbytes), errno_text(errno).c_str()));
+        peers_[part.rank].board = static_cast<Board *>(at);
+        peers_[part.rank].doorbell = std::move(part.doorbell);
     }
 }
 

@@ -50,9 +50,10 @@ struct Board {
 class Shared {
   public:
     struct Part {
-        int rank, flags_fd, doorbell_fd;  // taken over
+        int rank;
+        Fd flags, doorbell;
     };
-    Shared(int rank, int size, const std::vector<Part> &parts, size_t flags_nbytes, int64_t spin_ns, const Fault &fault);
+    Shared(int rank, int size, std::vector<Part> parts, size_t flags_nbytes, int64_t spin_ns, const Fault &fault);
     ~Shared();
     static size_t nbytes(size_t flags_nbytes);  // of a rank's memfd
 

@@ -1,9 +1,25 @@
 """csrc/bindings.cc; private to hdma/communicator.py."""
 
+from collections.abc import Sequence
+
 def flags_nbytes(flag_count: int) -> int: ...
 
 class Plan:
     def __init__(self, steps: bytes, sources: bytes, spans: bytes) -> None: ...
+
+class Request:
+    def __init__(
+        self,
+        text: str,
+        pieces: Sequence[tuple[Plan, int, int, int, int, int]],
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        marks: int,
+        pushes: bool,
+    ) -> None: ...
+
+def array_address(array: object) -> tuple[int, int]: ...
 
 class Ticket:
     def wait(self, timeout_s: float) -> bool: ...
@@ -27,32 +43,8 @@ class Engine:
         control: list[tuple[int, int, str]],
         tcp: list[tuple[int, int, int]],
     ) -> None: ...
-    def run(
-        self,
-        text: str,
-        pieces: list[tuple[Plan, int, int]],
-        input: int,
-        output: int,
-        input_stride: int,
-        output_stride: int,
-        dtype: int,
-        wire_dtype: int,
-        op: int,
-    ) -> None: ...
-    def submit(
-        self,
-        text: str,
-        pieces: list[tuple[Plan, int, int]],
-        input: int,
-        output: int,
-        input_stride: int,
-        output_stride: int,
-        dtype: int,
-        wire_dtype: int,
-        op: int,
-        marks: int,
-        pushes: bool,
-    ) -> Ticket: ...
+    def run(self, request: Request, input: int, output: int) -> None: ...
+    def submit(self, request: Request, input: int, output: int) -> Ticket: ...
     def abort(self, kind: int, text: str) -> None: ...
     def fault(self) -> str: ...
     def check(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The heart: a communicator checks a call, finds its plan, and makes one call into the engine."""
+"""The heart: a communicator checks a call, finds its request, and makes one call into the engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import os
 import sys
 import threading
 import weakref
-from collections import OrderedDict, deque
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
 
 from hdma import _core, connect, env
-from hdma.algorithms import build, max_shard_nbytes
-from hdma.compile import compile_rank
 from hdma.errors import Error, UsageError
 from hdma.layout import Layout
-from hdma.plan import Variant
 from hdma.rendezvous import Rendezvous
+from hdma.requests import OPS, Prepared, Requests
 from hdma.tensors import Buffer, buffer, dtype_name, overlap
 from hdma.version import VERSION
 from hdma.work import StartedCall, Work
@@ -26,34 +24,9 @@ SLOTS = 4
 # Measured on the host: smaller chunks pay more for flags and system calls, larger ones leave the caches.
 DEFAULT_CHUNK_NBYTES = 256 << 10
 _SPIN_S = 20e-6
-# The numbers of Dtype and Op in csrc/plan.h; all other dtypes are moved as bytes, not reduced.
-_REDUCED = ("bytes", "float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-_OPS = ("sum", "avg", "max", "min", "prod")
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
-_CACHED_PLANS = 256
 
 
-class _Request(NamedTuple):
-    """A checked call: `nbytes` of one shard, `text` for the fingerprint; dtypes and operation as numbers."""
-
-    operation: str
-    text: str
-    out: Buffer
-    inp: Buffer
-    nbytes: int
-    variant: Variant
-    dtype: int = 0
-    wire_dtype: int = 0
-    op: int = 0
-
-    def what(self) -> tuple[int, int, int, int, int, int, int]:
-        stride = self.nbytes
-        return self.inp.address, self.out.address, stride, stride, self.dtype, self.wire_dtype, self.op
-
-    def tensors(self) -> tuple[Any, Any]:
-        return self.out.owner, self.inp.owner
-
-
+_NOTHING = Buffer(0, 0, 1, "bytes")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -67,14 +40,23 @@ class Communicator:
     they disagree on a call) ends the communicator on all of them with the same first cause; see `closed`.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, timeout_s: float | None = None, parent: Communicator | None = None
+    ) -> None:
+        """Collective over the ranks of `rendezvous`. `timeout_s`: instead of HDMA_TIMEOUT_S.
+
+        `parent`: the communicator whose nodes this one's ranks keep.
+        """
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._timeout_s = env.TIMEOUT_S.read()
+        self._rendezvous, self._groups = rendezvous, Counter[tuple[int, ...]]()
+        self._timeout_s = env.TIMEOUT_S.read() if timeout_s is None else timeout_s
         chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
         agreed = env.agreed() | {"the version of hdma": VERSION}
-        peers = connect.discover(rendezvous, agreed, env.RANKS_PER_NODE.read(), self._timeout_s)
+        settled = None if parent is None else parent.node
+        peers = connect.discover(rendezvous, agreed, env.RANKS_PER_NODE.read(), settled, self._timeout_s)
         self.topology = peers.topology
-        self.node, self.local_rank = self.topology.node(self.rank), self.topology.local_rank(self.rank)
+        self.node: int = self.topology.node(self.rank)
+        self.local_rank = self.topology.local_rank(self.rank)
         self.nodes, self.local_size = self.topology.nodes, self.topology.ranks_per_node
         self._layout = Layout.for_window(self.topology, SLOTS, env.WINDOW_NBYTES.read(), chunk_nbytes)
         flag_count = self._layout.flag_count
@@ -94,11 +76,12 @@ class Communicator:
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
             tcp=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
         )
-        self._plans: OrderedDict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = OrderedDict()
+        self._requests = Requests(self._layout, self.rank)
         self._in_flight: deque[Work] = deque()
         self._closed = False
         self._pid = os.getpid()
-        self._lock, self._closing = threading.Lock(), threading.Lock()
+        # Re-entrant: a signal handler may close while its own thread does.
+        self._lock, self._closing = threading.Lock(), threading.RLock()
         _open.add(self)
         # The last registered runs first: goodbyes before what the launcher's library does at exit, which may wait.
         atexit.unregister(_close_all)
@@ -115,35 +98,99 @@ class Communicator:
         `inp` may be that part of `out` itself (in place). With `async_op` returns a `Work`; neither tensor may be
         touched before its `wait()`. Raises `UsageError` where sizes or dtypes do not fit, or they overlap otherwise.
         """
-        return self._call(self._all_gather(out, inp), async_op)
+        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
+        self._check("all_gather", dst, src, whole=dst, part=src)
+        prepared = self._requests.moved("all_gather", src.dtype, src.itemsize, src.nbytes)
+        return self._issue(prepared, src, dst, (out, inp), async_op)
 
     def reduce_scatter(
         self, out: Any, inp: Any, op: Any = "sum", wire_dtype: Any = None, async_op: bool = False
     ) -> Work | None:
-        """out = the sum over ranks r of inp[rank * out.numel() : (rank + 1) * out.numel()] of r, in floating point.
+        """out = the sum over ranks r of inp[rank * out.numel() : (rank + 1) * out.numel()] of r.
 
-        The dtypes are float32, bfloat16 and float16.
+        `op`: sum, avg, max, min or prod, or a torch ReduceOp; avg of floats only, max and min propagate NaN, the sum
+        of bools is "or". dtypes: float64, 32, 16, bfloat16, float8_e4m3fn, float8_e5m2, int8 to int64, uint8, bool.
 
-        Accumulates in float32 in fixed order (within a node by local rank, then by node), so that every run gives the
-        same bits. Node sums travel in the tensors' dtype, rounded once per node and once at the end, or with
-        `wire_dtype="float32"` in float32: one rounding, twice the bytes between nodes.
-        `out` may be this rank's part of `inp`. Raises `UsageError` where sizes, dtypes or `op` do not fit.
+        Floats of 16 and 8 bits accumulate in float32, all else in its own type, in fixed order (within a node by local
+        rank, then by node), so that every run gives the same bits. Node sums travel in the tensors' dtype, rounded once
+        per node and once at the end, or (bfloat16, float16) with `wire_dtype="float32"` in float32: one rounding, twice
+        the bytes between nodes. `out` may be this rank's part of `inp`. Raises `UsageError` where sizes, dtypes or `op`
+        do not fit.
         """
-        return self._call(self._reduce_scatter(out, inp, op, wire_dtype), async_op)
+        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
+        self._check("reduce_scatter", dst, src, whole=src, part=dst)
+        prepared = self._reduction("reduce_scatter", src, dst.nbytes, op, wire_dtype)
+        return self._issue(prepared, src, dst, (out, inp), async_op)
+
+    def all_reduce(self, x: Any, op: Any = "sum", wire_dtype: Any = None, async_op: bool = False) -> Work | None:
+        """x = the sum (or `op`) over ranks of x, in place; the same bits on all ranks.
+
+        `op`, dtypes, order and rounding as in `reduce_scatter`.
+        """
+        both = buffer(x, "x", writable=True)
+        prepared = self._reduction("all_reduce", both, both.nbytes, op, wire_dtype)
+        return self._issue(prepared, both, both, (x,), async_op)
+
+    def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
+        """x = x of rank `root`, in place, for any dtype. Raises `UsageError` for a root that is no rank."""
+        both = buffer(x, "x", writable=True)
+        if not isinstance(root, int) or not 0 <= root < self.size:
+            raise UsageError(f"broadcast: root must be a rank, 0 to {self.size - 1}, not {root!r}")
+        return self._issue(
+            self._requests.moved("broadcast", both.dtype, both.itemsize, both.nbytes, root), both, both, (x,), async_op
+        )
+
+    def all_to_all(self, out: Any, inp: Any, async_op: bool = False) -> Work | None:
+        """Shard r of out = shard `rank` of the inp of rank r, of `size` equal shards each, for any dtype.
+
+        Raises `UsageError` where sizes or dtypes do not fit, or `out` and `inp` overlap.
+        """
+        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
+        if dst.dtype != src.dtype or dst.numel != src.numel or src.numel % self.size:
+            raise UsageError(
+                f"all_to_all: out ({dst.numel} of {dst.dtype}) and inp ({src.numel} of {src.dtype}) must have the same "
+                f"dtype and number of elements, a multiple of {self.size} (the ranks)"
+            )
+        if overlap(dst, src):
+            raise UsageError("all_to_all: out and inp overlap: it does not work in place, pass another out")
+        prepared = self._requests.moved("all_to_all", src.dtype, src.itemsize, src.nbytes // self.size)
+        return self._issue(prepared, src, dst, (out, inp), async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns (or its `Work` is done) after every rank has called it."""
-        # An AllGather of nothing: complete when a flag has come from every rank.
-        nothing = Buffer(0, 0, 1, "bytes", None)
-        return self._call(_Request("all_gather", "barrier()", nothing, nothing, 0, Variant()), async_op)
+        return self._issue(self._requests.moved("barrier", "bytes", 1, 0), _NOTHING, _NOTHING, (), async_op)
 
     def start_all_gather(self, out: Any, inp: Any) -> StartedCall:
         """AllGather whose shards can be used as they land: see `StartedCall`."""
-        return self._start(self._all_gather(out, inp), pushes=False)
+        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
+        self._check("all_gather", dst, src, whole=dst, part=src)
+        prepared = self._requests.moved("all_gather", src.dtype, src.itemsize, src.nbytes, started=True)
+        return self._start(prepared, src, dst, (out, inp), pushes=False)
 
     def start_reduce_scatter(self, out: Any, inp: Any, op: Any = "sum", wire_dtype: Any = None) -> StartedCall:
         """ReduceScatter whose input shards are pushed as they are made: see `StartedCall`."""
-        return self._start(self._reduce_scatter(out, inp, op, wire_dtype), pushes=True)
+        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
+        self._check("reduce_scatter", dst, src, whole=src, part=dst)
+        prepared = self._reduction("reduce_scatter", src, dst.nbytes, op, wire_dtype, started=True)
+        return self._start(prepared, src, dst, (out, inp), pushes=True)
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """A new communicator of `ranks` of this one, in that order. Collective over them; others do not call it.
+
+        Its calls and this one's are independent of each other; issue them in the same order on all ranks that share
+        several. Close it when it is no longer needed. Raises `UsageError` where `ranks` are not different ranks of
+        this communicator with this one among them, `TimeoutError` naming members that did not call it.
+        """
+        members = tuple(ranks)
+        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
+            raise UsageError(f"group: ranks must be different ranks, 0 to {self.size - 1}, not {list(members)}")
+        if self.rank not in members:
+            raise UsageError(f"group: rank {self.rank} is not among {list(members)}: only members call it")
+        self._check_open("group()")
+        self._groups[members] += 1
+        label = f"{self._groups[members]} of {','.join(map(str, members))}"
+        with self._rendezvous.subset(members, label) as meeting:
+            return Communicator(meeting, self._timeout_s, self)
 
     def stats(self) -> dict[str, int]:
         """Counts of this rank since the communicator began.
@@ -163,7 +210,11 @@ class Communicator:
             if not self._closed:
                 self._closed = True
                 clean = not self._engine.fault()
-                self._engine.close()
+                try:
+                    self._engine.close()
+                except UsageError:  # From a signal handler within a call, which is told so and goes on.
+                    self._closed = False
+                    raise
                 _open.discard(self)
                 if clean:
                     self._engine.check()
@@ -194,29 +245,13 @@ class Communicator:
         if not self._closed:
             self._engine.abort(0, f"rank {self.rank} ended with {reason}: look at its output")
 
-    def _all_gather(self, out: Any, inp: Any) -> _Request:
-        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
-        self._check("all_gather", dst, src, whole=dst, part=src)
-        text = f"all_gather({src.dtype}, {src.nbytes} bytes a shard)"
-        return _Request("all_gather", text, dst, src, src.nbytes, Variant(src.itemsize))
-
-    def _reduce_scatter(self, out: Any, inp: Any, op: Any, wire_dtype: Any) -> _Request:
-        dst, src = buffer(out, "out", writable=True), buffer(inp, "inp")
-        self._check("reduce_scatter", dst, src, whole=src, part=dst)
-        op_name = (op if isinstance(op, str) else str(getattr(op, "name", op)).rpartition(".")[2]).lower()
-        if op_name not in _OPS:
-            raise UsageError(f"reduce_scatter: op must be one of {', '.join(_OPS)}, not {op!r}")
-        if src.dtype not in _REDUCED[1:]:
-            raise UsageError(f"reduce_scatter: dtype must be one of {', '.join(_REDUCED[1:])}, not {src.dtype}")
-        if op_name == "avg" and src.dtype not in _FLOATS:
-            raise UsageError(f"reduce_scatter: {src.dtype} has no average: sum, then divide as you mean it")
-        wire = src.dtype if wire_dtype is None else dtype_name(wire_dtype)
-        if wire != src.dtype and (wire != "float32" or src.dtype not in ("bfloat16", "float16")):
-            raise UsageError(f"reduce_scatter: wire_dtype is {src.dtype}, or float32 for 16-bit floats, not {wire}")
-        text = f"reduce_scatter({op_name}, {src.dtype}, {dst.nbytes} bytes a shard, {wire} on the wire)"
-        variant = Variant(src.itemsize, 4 if wire != src.dtype else src.itemsize)
-        numbers = (_REDUCED.index(src.dtype), _REDUCED.index(wire), _OPS.index(op_name))
-        return _Request("reduce_scatter", text, dst, src, dst.nbytes, variant, *numbers)
+    def _reduction(
+        self, operation: str, inp: Buffer, nbytes: int, op: Any, wire_dtype: Any, started: bool = False
+    ) -> Prepared:
+        if op not in OPS:
+            op = (op if isinstance(op, str) else str(getattr(op, "name", op)).rpartition(".")[2]).lower()
+        wire = inp.dtype if wire_dtype is None else dtype_name(wire_dtype)
+        return self._requests.reduced(operation, inp.dtype, inp.itemsize, nbytes, op, wire, started)
 
     def _check(self, call: str, out: Buffer, inp: Buffer, whole: Buffer, part: Buffer) -> None:
         if out.dtype != inp.dtype:
@@ -227,35 +262,29 @@ class Communicator:
                 f"{call}: {big} must have {self.size} (the ranks) times the {part.numel} elements of {small}, that is "
                 f"{self.size * part.numel}, but has {whole.numel}"
             )
-        in_place = part.address == whole.address + self.rank * part.nbytes
-        if overlap(out, inp) and not in_place:
+        if overlap(out, inp) and part.address != whole.address + self.rank * part.nbytes:
             raise UsageError(
                 f"{call}: out and inp overlap, but not in place: the smaller must be part {self.rank} (this rank's) of "
                 "the larger, or share no byte with it"
             )
 
-    def _call(self, request: _Request, async_op: bool) -> Work | None:
-        self._check_open(request.text)
-        pieces, _ = self._pieces(request.operation, request.nbytes, request.variant)
+    def _issue(
+        self, prepared: Prepared, inp: Buffer, out: Buffer, tensors: tuple[Any, ...], async_op: bool
+    ) -> Work | None:
+        if self._closed or self._trace:
+            self._check_open(prepared.text)
         if not async_op:
-            self._engine.run(request.text, pieces, *request.what())
+            self._engine.run(prepared.request, inp.address, out.address)
             return None
-        ticket = self._engine.submit(request.text, pieces, *request.what(), 0, False)
-        return self._keep(Work(ticket, request.tensors()))
+        return self._keep(Work(self._engine.submit(prepared.request, inp.address, out.address), tensors))
 
-    def _start(self, request: _Request, pushes: bool) -> StartedCall:
-        text = f"start_{request.text}"
-        self._check_open(text)
-        variant = replace(request.variant, shard_major=True)
-        pieces, orders = self._pieces(request.operation, request.nbytes, variant)
-        order = [(shard, part) for part, shards in enumerate(orders) for shard in shards]
-        bounds, at = [], 0
-        for nbytes in (nbytes for _, repeats, nbytes in pieces for _ in range(repeats)):
-            bounds.append((at // request.inp.itemsize, (at + nbytes) // request.inp.itemsize))
-            at += nbytes
-        ticket = self._engine.submit(text, pieces, *request.what(), len(order), pushes)
-        work = self._keep(Work(ticket, request.tensors()))
-        return StartedCall(work, ticket, order, bounds, self._timeout_s, pushes)
+    def _start(
+        self, prepared: Prepared, inp: Buffer, out: Buffer, tensors: tuple[Any, ...], pushes: bool
+    ) -> StartedCall:
+        self._check_open(prepared.text)
+        ticket = self._engine.submit(prepared.request, inp.address, out.address)
+        work = self._keep(Work(ticket, tensors))
+        return StartedCall(work, ticket, prepared.order, prepared.bounds, self._timeout_s, pushes)
 
     def _check_open(self, text: str) -> None:
         if self._trace:
@@ -271,36 +300,6 @@ class Communicator:
                 self._in_flight.popleft()
             self._in_flight.append(work)
         return work
-
-    def _pieces(
-        self, operation: str, nbytes: int, variant: Variant
-    ) -> tuple[list[tuple[Any, int, int]], list[tuple[int, ...]]]:
-        """The message as runs of plans: the longest plan as often as it fits, then one for the rest."""
-        longest = max_shard_nbytes(self._layout, variant)
-        full, rest = divmod(nbytes, longest)
-        pieces, orders = [], []
-        if full:
-            plan, order = self._plan(operation, longest, variant)
-            pieces.append((plan, full, longest))
-            orders += [order] * full
-        if rest or not full:
-            plan, order = self._plan(operation, rest, variant)
-            pieces.append((plan, 1, rest))
-            orders.append(order)
-        return pieces, orders
-
-    def _plan(self, operation: str, nbytes: int, variant: Variant) -> tuple[Any, tuple[int, ...]]:
-        key = (operation, nbytes, variant)
-        found = self._plans.get(key)
-        if found is None:
-            compiled = compile_rank(build(operation, self._layout, nbytes, variant), self.rank)
-            loaded = _core.Plan(compiled.steps, compiled.sources, compiled.spans)
-            found = self._plans[key] = (loaded, compiled.order)
-            if len(self._plans) > _CACHED_PLANS:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
-        return found
 
 
 def _close_all() -> None:

@@ -43,6 +43,7 @@ def compile_rank(plan: Plan, rank: int) -> Compiled:
         steps.extend((flag.owner, layout.flag_number(flag), layout.base_number(rank, flag.ring)) if flag else (0, 0, 0))
         steps.append(step.value)
         steps.extend((layout.flag_number(local), layout.base_number(rank, local.ring)) if local else (-1, 0))
+        steps.append(step.local_value)
         steps.append(-1 if step.needs is None else order[step.needs])
         steps.append(-1 if step.gives is None else order[step.gives])
         count += len(step.srcs)

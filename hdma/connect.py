@@ -37,9 +37,14 @@ class Peers:
     memory: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # rank: flags, window, doorbell
 
 
-def discover(rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int | None, timeout_s: float) -> Peers:
-    """Exchanges who is where. Raises `UsageError` where the ranks' settings (`agreed`) differ, naming both sides."""
-    hello = {"pid": os.getpid(), "host": socket.gethostname(), "id": _host_id(), "agreed": agreed}
+def discover(
+    rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int | None, node: int | None, timeout_s: float
+) -> Peers:
+    """Exchanges who is where. `node`: where it is settled already which ranks make a node.
+
+    Raises `UsageError` where the ranks' settings (`agreed`) differ, naming both sides.
+    """
+    hello = {"pid": os.getpid(), "host": socket.gethostname(), "id": _host_id(), "node": node, "agreed": agreed}
     hello["cpus"] = sorted(os.sched_getaffinity(0))
     hellos = _exchange(rendezvous, "hello", hello, timeout_s)
     for rank, other in enumerate(hellos):
@@ -51,7 +56,11 @@ def discover(rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int
     names = [f"rank {rank} (pid {other['pid']} on {other['host']})" for rank, other in enumerate(hellos)]
     mates = [other for other in hellos if other["id"] == hosts[rendezvous.rank]]
     cpus = {cpu for other in mates for cpu in other["cpus"]}
-    return Peers(from_hosts(hosts, ranks_per_node), names, len(mates), len(cpus))
+    if node is None:
+        topology = from_hosts(hosts, ranks_per_node)
+    else:
+        topology = from_hosts([f"{other['node']} of {other['id']}" for other in hellos])
+    return Peers(topology, names, len(mates), len(cpus))
 
 
 def connect(rendezvous: Rendezvous, peers: Peers, flags_nbytes: int, timeout_s: float) -> None:

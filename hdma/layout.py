@@ -59,6 +59,8 @@ ROLES: dict[tuple[str, str], tuple[str, str]] = {
     ("scatter", "credit"): ("walker", "the owner has read the slice"),
     ("sum", "posted"): ("proxy", "node sum done, for the NIC to read"),
     ("sum", "sent"): ("walker", "the NIC has read the node sum"),
+    ("sum", "scattered"): ("walker", "the other lane has scattered the chunk"),
+    ("sum", "reduced"): ("walker", "the other lane has reduced the chunk"),
 }
 
 
@@ -153,6 +155,8 @@ class Layout:
             name(Flag(rank, Ring("rail", peer, n), "credit"), peer)
             name(Flag(rank, Ring("sum", rank, m), "posted"), rank)
             name(Flag(rank, Ring("sum", rank, m), "sent"), peer)
+            for role in ("scattered", "reduced"):
+                name(Flag(rank, Ring("sum", rank, m), role), rank)
         return names
 
     def base_number(self, rank: int, ring: Ring) -> int:

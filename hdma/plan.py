@@ -51,7 +51,8 @@ class Step:
     srcs: tuple[Place, ...] = ()
     flag: Flag | None = None
     value: int = 0
-    local: Flag | None = None  # put only: raised, to the same value, when the source may be reused
+    local: Flag | None = None  # put only: raised to `local_value` when the source may be reused
+    local_value: int = 0
     needs: int | None = None  # shard that the caller must have pushed before this step
     gives: int | None = None  # shard that is complete in the output after this step
 
@@ -66,7 +67,7 @@ class Step:
             text += f" {self.dst} <- {' + '.join(map(str, self.srcs))}"
         if self.verb == "put":
             text += f" then {_flag(self.flag)} = {self.value}"
-            text += f", here {_flag(self.local)} = {self.value}" if self.local else ""
+            text += f", here {_flag(self.local)} = {self.local_value}" if self.local else ""
         if self.needs is not None:
             text += f"  needs shard {self.needs}"
         if self.gives is not None:
@@ -89,12 +90,14 @@ class Variant:
     element_nbytes: a chunk never cuts an element. wire_nbytes: bytes of an element of a node sum on the wire.
     skew: chunks by which the issue order lets early phases run ahead (0 for two walkers, 1 for one in-order walker).
     shard_major: all chunks of a shard before the next shard, so that shards complete one after the other.
+    root: the rank that a broadcast starts from.
     """
 
     element_nbytes: int = 1
     wire_nbytes: int = 0
     skew: int = 1
     shard_major: bool = False
+    root: int = 0
 
     def __post_init__(self) -> None:
         element, wire = self.element_nbytes, self.wire_nbytes
@@ -116,7 +119,11 @@ Builder = Callable[["Steps"], None]
 
 
 class Steps:
-    """What a builder writes to: the steps of `rank`, in phases. `index` of a wait or signal is a chunk of the ring."""
+    """What a builder writes to: the steps of `rank`, in phases.
+
+    A builder first says how many chunks the call moves through the rings of each purpose (`uses`). `index` of a slot,
+    a wait or a signal is a chunk of the ring, counted from the last `go_on`.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -125,8 +132,18 @@ class Steps:
         self.chunks = plan.chunks
         self.steps: list[Step] = []
         self.spans: dict[Ring, int] = {}
+        self._uses: dict[str, int] = {}
+        self._first: dict[str, int] = {}
         self._phase = 0
         self._entered: set[str] = set()
+
+    def uses(self, **chunks: int) -> None:
+        """How many chunks the call moves through each ring of a purpose that it moves at all."""
+        self._uses = chunks
+
+    def go_on(self, **chunks: int) -> None:
+        """A second collective of the same call goes on behind so many chunks in the rings that both use."""
+        self._first = chunks
 
     def phase(self) -> None:
         """Begins the next phase. Every rank must begin the same number of phases in the same order."""
@@ -137,7 +154,7 @@ class Steps:
 
     def slot(self, ring: Ring, index: int, chunk: Chunk, wire: bool = False) -> Place:
         nbytes = chunk.nbytes * (self.variant.wire_ratio if wire else 1)
-        return Place("window", ring.owner, 0, self.layout.slot_offset(ring, index), nbytes, wire)
+        return Place("window", ring.owner, 0, self.layout.slot_offset(ring, self._at(ring, index)), nbytes, wire)
 
     def enter(self, lane: str) -> None:
         """Before the lane's first touch of the caller's tensors."""
@@ -153,15 +170,15 @@ class Steps:
 
     def wait_filled(self, lane: str, flag: Flag, index: int) -> None:
         """Until chunk `index` of the flag's ring is there."""
-        self._add("wait", lane, flag=flag, value=index + 1)
+        self._add("wait", lane, flag=flag, value=self._at(flag.ring, index) + 1)
 
     def wait_credit(self, lane: str, flag: Flag, index: int) -> None:
         """Until the slot that chunk `index` will be written to has been read."""
-        self._add("wait", lane, flag=flag, value=index + 1 - self.layout.slots)
+        self._add("wait", lane, flag=flag, value=self._at(flag.ring, index) + 1 - self.layout.slots)
 
-    def signal(self, lane: str, flag: Flag, index: int, count: int) -> None:
-        """Chunk `index` of `count` done: the last one moves the ring to a multiple of its slots."""
-        self._add("signal", lane, flag=flag, value=self._raised(flag, index, count))
+    def signal(self, lane: str, flag: Flag, index: int) -> None:
+        """Chunk `index` done."""
+        self._add("signal", lane, flag=flag, value=self._raised(flag, index))
 
     def copy(self, lane: str, dst: Place, src: Place, needs: int | None = None, gives: int | None = None) -> None:
         """Between ranks a copy; on one device a reduce of one source (a driver's memcpy would hold compute units)."""
@@ -170,23 +187,26 @@ class Steps:
     def reduce(self, lane: str, dst: Place, srcs: list[Place], needs: int | None = None) -> None:
         self._add("reduce", lane, dst, tuple(srcs), needs=needs)
 
-    def put(self, lane: str, dst: Place, src: Place, flag: Flag, local: Flag, index: int, count: int) -> None:
-        value = self._raised(flag, index, count)
-        self._raised(local, index, count)
-        self._add("put", lane, dst, (src,), flag=flag, value=value, local=local)
+    def put(self, lane: str, dst: Place, src: Place, flag: Flag, local: Flag, index: int) -> None:
+        value, local_value = self._raised(flag, index), self._raised(local, index)
+        self._add("put", lane, dst, (src,), flag=flag, value=value, local=local, local_value=local_value)
 
-    def credit(self, lane: str, flag: Flag, index: int, count: int) -> None:
+    def credit(self, lane: str, flag: Flag, index: int) -> None:
         """A signal to another node: an empty put."""
-        self._add("put", lane, flag=flag, value=self._raised(flag, index, count))
+        self._add("put", lane, flag=flag, value=self._raised(flag, index))
 
-    def move(self, ring: Ring, count: int) -> int:
-        """The call moves this rank's count of the ring past `count` chunks, to a multiple of its slots."""
-        span = self.spans[ring] = -(-count // self.layout.slots) * self.layout.slots
+    def move(self, ring: Ring) -> int:
+        """The call moves this rank's count of the ring past all of its chunks, to a multiple of its slots."""
+        span = self.spans[ring] = -(-self._uses[ring.purpose] // self.layout.slots) * self.layout.slots
         return span
 
-    def _raised(self, flag: Flag, index: int, count: int) -> int:
-        span = self.move(flag.ring, count)
-        return span if index == count - 1 else index + 1
+    def _at(self, ring: Ring, index: int) -> int:
+        return self._first.get(ring.purpose, 0) + index
+
+    def _raised(self, flag: Flag, index: int) -> int:
+        """The last chunk of the call moves the ring to a multiple of its slots."""
+        span, at = self.move(flag.ring), self._at(flag.ring, index)
+        return span if at == self._uses[flag.ring.purpose] - 1 else at + 1
 
     def _add(
         self,
@@ -197,10 +217,13 @@ class Steps:
         flag: Flag | None = None,
         value: int = 0,
         local: Flag | None = None,
+        local_value: int = 0,
         needs: int | None = None,
         gives: int | None = None,
     ) -> None:
-        self.steps.append(Step(verb, self.rank, lane, self._phase, dst, srcs, flag, value, local, needs, gives))
+        self.steps.append(
+            Step(verb, self.rank, lane, self._phase, dst, srcs, flag, value, local, local_value, needs, gives)
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 from hdma.errors import UsageError
 
@@ -60,8 +61,8 @@ class Topology:
 def from_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topology:
     """The topology of ranks whose memory handles can be passed exactly where `hosts[rank]` is equal.
 
-    `ranks_per_node` splits each host into nodes of that many ranks (HDMA_RANKS_PER_NODE).
-    Raises `UsageError` where the nodes would not all have the same number of ranks.
+    `ranks_per_node` splits each host into nodes of that many ranks (HDMA_RANKS_PER_NODE). Where the nodes would not all
+    have the same number of ranks, all are split further, to the greatest number that divides them.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -70,11 +71,7 @@ def from_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topol
     for ranks in by_host.values():
         step = ranks_per_node or len(ranks)
         nodes += [ranks[i : i + step] for i in range(0, len(ranks), step)]
-    sizes = sorted({len(ranks) for ranks in nodes})
-    if len(sizes) > 1:
-        raise UsageError(
-            f"nodes of unequal size: {[len(ranks) for ranks in nodes]} ranks. hdma needs the same number of ranks on "
-            "every node: start as many ranks on each, or set HDMA_RANKS_PER_NODE to a divisor of every host's ranks"
-        )
+    equal = gcd(*map(len, nodes))
+    nodes = [ranks[i : i + equal] for ranks in nodes for i in range(0, len(ranks), equal)]
     nodes.sort(key=lambda ranks: ranks[0])
-    return Topology(len(nodes), sizes[0], tuple(rank for ranks in nodes for rank in ranks))
+    return Topology(len(nodes), equal, tuple(rank for ranks in nodes for rank in ranks))

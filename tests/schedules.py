@@ -83,7 +83,7 @@ class _Schedule:
             call, op, half = *self.wires[key][0], isinstance(key, tuple) and key[0] == "done"
             self.wires[key].popleft()
             if half:
-                self.heights[op.local] = self._value(call, op.local_count, op)
+                self.heights[op.local] = self.bases[call].get(op.local_count, 0) + op.local_value
                 return
             if op.dst is not None:
                 self._move(call, op)
@@ -121,7 +121,7 @@ class _Schedule:
     def _read(self, call: int, cell: int) -> list[object]:
         script = self.scripts[call]
         held = self.memory.get((call if cell >= script.inputs_at else -1, cell))
-        if held is None and script.inputs_at <= cell < script.outputs_at:
+        if held is None and script.inputs_at <= cell < script.inputs_end:
             return [(call, cell)]
         return held if isinstance(held, list) else [held]
 
@@ -131,6 +131,7 @@ class _Schedule:
             for chunk in script.chunks:
                 leaves = sources(script.meaning.holds(rank, shard))
                 want = [(call, script.input_cell(*leaf, chunk.index)) for leaf in leaves]
-                got = self.memory.get((call, script.output_cell(rank, shard, chunk.index)))
+                cell = script.output_cell(rank, shard, chunk.index)
+                got = self._read(call, cell) if script.meaning.in_place else self.memory.get((call, cell))
                 if got != want:
                     raise Wrong(f"call {call}, rank {rank}, shard {shard}, chunk {chunk.index}: {got}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdma.algorithms import make_plan
+from hdma.algorithms import BUILDERS, make_plan
 from hdma.compile import compile_rank
 from hdma.errors import UsageError
 from hdma.layout import Flag, Layout, Ring, ring_count
@@ -20,7 +20,7 @@ GRIDS = st.tuples(st.integers(1, 5), st.integers(1, 5))
 
 
 @settings(deadline=None)
-@given(GRIDS, st.integers(1, 5), st.sampled_from(["all_gather", "reduce_scatter"]))
+@given(GRIDS, st.integers(1, 5), st.sampled_from(sorted(BUILDERS)))
 def test_flags_have_words_and_rings_have_slots_of_their_own(grid: tuple[int, int], slots: int, operation: str) -> None:
     plan: Plan = make_plan(operation, *grid, 64 * slots, slots=slots, chunk_nbytes=64, skew=0)
     layout, words = plan.layout, {}
@@ -87,10 +87,18 @@ def test_topology_from_hosts(hosts: str, ranks_per_node: int | None, nodes: list
             assert sorted([rank, *topology.rail(rank)]) == sorted(other[l] for other in nodes)
 
 
-@pytest.mark.parametrize("hosts, ranks_per_node", [("aab", None), ("aaa", 2), ("aaab", 2)])
-def test_unequal_nodes_are_refused(hosts: str, ranks_per_node: int | None) -> None:
-    with pytest.raises(UsageError, match=r"unequal size.*HDMA_RANKS_PER_NODE"):
-        from_hosts(hosts, ranks_per_node)
+@pytest.mark.parametrize(
+    "hosts, ranks_per_node, nodes",
+    [
+        ("aab", None, [[0], [1], [2]]),
+        ("aaa", 2, [[0], [1], [2]]),
+        ("aaabab", None, [[0, 1], [2, 4], [3, 5]]),
+        ("aaabbbbbb", None, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+    ],
+)
+def test_unequal_nodes_are_split_into_equal_ones(hosts: str, ranks_per_node: int | None, nodes: list[list[int]]) -> None:
+    topology = from_hosts(hosts, ranks_per_node)
+    assert [[topology.rank(n, l) for l in range(topology.ranks_per_node)] for n in range(topology.nodes)] == nodes
 
 
 def test_plans_that_cannot_be_built() -> None:
@@ -111,7 +119,7 @@ def test_plans_that_cannot_be_built() -> None:
 def test_compiled_rows_hold_every_step() -> None:
     plan = make_plan("reduce_scatter", 2, 2, 100, chunk_nbytes=25)
     compiled = compile_rank(plan, 1)
-    assert len(compiled.steps) == 8 * 18 * len(plan.steps(1))
+    assert len(compiled.steps) == 8 * 19 * len(plan.steps(1))
     assert len(compiled.sources) == 8 * 5 * sum(len(step.srcs) for step in plan.steps(1))
     assert sorted(compiled.order) == [0, 1, 2, 3] and compiled.order[0] == 2
     assert len(str(plan).splitlines()) > sum(len(plan.steps(rank)) for rank in range(4))

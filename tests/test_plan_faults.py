@@ -19,6 +19,12 @@ from hdma.simulator.faults import Edit, Reasons, drops, edited, rejection
 REDUNDANT: dict[tuple[str, int, int, int], set[tuple[str, str]]] = {
     ("a", 1, 3, 0): set(),
     ("r", 1, 3, 0): set(),
+    # AllGather begins behind ReduceScatter: the last chunk's signal comes before the first one's wait, and the second
+    # time round a slot the rails tell what the stage's readers tell.
+    ("A", 1, 2, 0): {("signal", "sum.reduced"), ("wait", "stage.credit"), ("wait", "stage.sent")},
+    ("o", 1, 3, 0): set(),
+    ("b", 1, 3, 0): set(),
+    ("t", 1, 3, 0): set(),
     ("a", 2, 4, 0): {
         ("wait", "stage.credit"),
         ("signal", "stage.credit"),
@@ -62,7 +68,7 @@ REDUNDANT: dict[tuple[str, int, int, int], set[tuple[str, str]]] = {
 @pytest.mark.parametrize("case", REDUNDANT)
 def test_each_wait_and_signal_dropped_is_rejected_or_redundant_for_a_reason(case: tuple[str, int, int, int]) -> None:
     letter, slots, chunks, skew = case
-    plan, other = calls("ar" if letter == "a" else "ra", 2, 2, slots, chunks, skew)
+    plan, other = calls(letter + ("a" if letter == "r" else "r"), 2, 2, slots, chunks, skew)
     reasons = Reasons([plan] * 3)
     accepted = set()
     for fault in drops(plan):

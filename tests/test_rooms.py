@@ -13,7 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"base"},
     "shared": {"base", "plan"},
     "kernels/copy_host": set(),
-    "kernels/reduce_host": {"base", "plan", "kernels/reduce_loops"},
+    "kernels/reduce_host": {"kernels/copy_host", "base", "plan", "kernels/reduce_loops"},
     "device/device": {"shared"},
     "device/host": {"device/device", "kernels/copy_host", "kernels/reduce_host"},
     "wire/wire": {"base", "plan"},

@@ -29,7 +29,7 @@ class Device {
     virtual void copy(void *dst, const void *src, size_t nbytes, bool streaming) = 0;
     // dst = the sources combined in their order, accumulated wide, divided and rounded once; of one source a copy.
     virtual void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
-                        Dtype src_type, size_t element_count) = 0;
+                        Dtype src_type, size_t element_count, bool streaming) = 0;
     // Holds the lane until a flag of this rank has reached the value; false at the deadline or at the fault.
     virtual bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) = 0;
     // Raises a flag of this rank or of a node mate. Doorbell: its waiter is that rank's proxy.
@@ -37,11 +37,12 @@ class Device {
 };
 
 struct WindowPart {
-    int rank, window_fd;  // taken over
+    int rank;
+    Fd memory;
 };
 
 // Host memory as a device (host.cc).
-std::unique_ptr<Device> host_device(int rank, int size, const std::vector<WindowPart> &parts, size_t window_nbytes,
+std::unique_ptr<Device> host_device(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes,
                                     Shared &shared);
 
 }  // namespace hdma

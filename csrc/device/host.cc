@@ -24,27 +24,27 @@ namespace {
 
 class Host final : public Device {
   public:
-    Host(int rank, int size, const std::vector<WindowPart> &parts, size_t window_nbytes, Shared &shared)
-        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), peers_(size) {
-        for (const WindowPart &part : parts) peers_[part.rank].memory = Fd(part.window_fd);
-        for (const WindowPart &part : parts) {
-            void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, peers_[part.rank].memory.get(), 0);
+    Host(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes, Shared &shared)
+        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), windows_(size) {
+        for (WindowPart &part : parts) {
+            void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, part.memory.get(), 0);
             if (at == MAP_FAILED)
                 throw Error(Kind::Device, format("rank %d cannot map the window of rank %d (%zu bytes): %s", rank,
                                                  part.rank, window_nbytes, errno_text(errno).c_str()));
-            peers_[part.rank].window = static_cast<char *>(at);
+            windows_[part.rank] = static_cast<char *>(at);
+            if (part.rank == rank) memory_ = std::move(part.memory);
         }
     }
 
     ~Host() override {
-        for (Peer &peer : peers_)
-            if (peer.window) munmap(peer.window, window_nbytes_);
+        for (char *window : windows_)
+            if (window) munmap(window, window_nbytes_);
     }
 
     void allocate_window() override {
         // Reserved page by page now: a bare ftruncate would answer a full memory with SIGBUS at the first touch.
         int error;
-        do error = posix_fallocate(peers_[rank_].memory.get(), 0, window_nbytes_);
+        do error = posix_fallocate(memory_.get(), 0, window_nbytes_);
         while (error == EINTR);
         if (!error) return;
         struct sysinfo info {};
@@ -56,7 +56,7 @@ class Host final : public Device {
                                          errno_text(error).c_str()));
     }
 
-    char *window(int rank) override { return peers_[rank].window; }
+    char *window(int rank) override { return windows_[rank]; }
 
     void copy(void *dst, const void *src, size_t nbytes, bool streaming) override {
         if (dst == src || nbytes == 0) return;
@@ -67,11 +67,11 @@ class Host final : public Device {
     }
 
     void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
-                Dtype src_type, size_t element_count) override {
+                Dtype src_type, size_t element_count, bool streaming) override {
         if (source_count == 1 && dst_type == src_type && divisor == 1)
-            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type), false);
+            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type), streaming);
         else
-            reduce_host(op, divisor, dst, dst_type, srcs, source_count, src_type, element_count);
+            reduce_host(op, divisor, dst, dst_type, srcs, source_count, src_type, element_count, streaming);
     }
 
     bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) override {
@@ -83,21 +83,18 @@ class Host final : public Device {
     }
 
   private:
-    struct Peer {
-        Fd memory;
-        char *window = nullptr;
-    };
     int rank_;
     size_t window_nbytes_;
     Shared &shared_;
-    std::vector<Peer> peers_;  // by rank; empty but for this rank and its node mates
+    Fd memory_;  // of this rank's window
+    std::vector<char *> windows_;  // by rank; null but for this rank and its node mates
 };
 
 }  // namespace
 
-std::unique_ptr<Device> host_device(int rank, int size, const std::vector<WindowPart> &parts, size_t window_nbytes,
+std::unique_ptr<Device> host_device(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes,
                                     Shared &shared) {
-    return std::make_unique<Host>(rank, size, parts, window_nbytes, shared);
+    return std::make_unique<Host>(rank, size, std::move(parts), window_nbytes, shared);
 }
 
 }  // namespace hdma

@@ -31,7 +31,6 @@ __attribute__((target("avx2"))) void stream(char *dst, const char *src, size_t n
         _mm256_stream_si256(to + 3, d);
     }
     std::memcpy(dst, src, nbytes);
-    _mm_sfence();
 }
 const bool can_stream = __builtin_cpu_supports("avx2");
 #else
@@ -42,10 +41,25 @@ constexpr bool can_stream = false;
 }  // namespace
 
 void copy_streaming(void *dst, const void *src, size_t nbytes) {
-    if (can_stream && nbytes >= kWorthwhileNbytes)
+    if (nbytes < kWorthwhileNbytes) {
+        std::memcpy(dst, src, nbytes);
+    } else {
+        stream_block(dst, src, nbytes);
+        end_stream();
+    }
+}
+
+void stream_block(void *dst, const void *src, size_t nbytes) {
+    if (can_stream)
         stream(static_cast<char *>(dst), static_cast<const char *>(src), nbytes);
     else
         std::memcpy(dst, src, nbytes);
+}
+
+void end_stream() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
 
 }  // namespace hdma

@@ -15,8 +15,8 @@
 
 namespace hdma {
 
-// `divisor` is 1 unless the average is wanted and this is its last step.
+// `streaming`: nobody reads the destination soon. `divisor` is 1 unless the average is wanted and this is its last step.
 void reduce_host(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
-                 Dtype src_type, size_t element_count);
+                 Dtype src_type, size_t element_count, bool streaming);
 
 }  // namespace hdma

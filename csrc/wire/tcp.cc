@@ -56,12 +56,12 @@ struct Connection {
 
 class Tcp final : public Wire {
   public:
-    Tcp(const std::vector<TcpPart> &parts, char *window, uint64_t window_nbytes, uint32_t flag_count, Sink &sink)
+    Tcp(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes, uint32_t flag_count, Sink &sink)
         : window_(window), window_nbytes_(window_nbytes), flag_count_(flag_count), sink_(sink), connections_(parts.size()) {
         for (size_t i = 0; i < parts.size(); ++i) {
             connections_[i].peer = parts[i].peer;
             connections_[i].lane = parts[i].lane;
-            connections_[i].fd = Fd(parts[i].fd);
+            connections_[i].fd = std::move(parts[i].fd);
         }
         epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
         if (!epoll_.valid()) throw Error(Kind::Wire, "epoll_create1: " + errno_text(errno));
@@ -226,9 +226,9 @@ class Tcp final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> tcp_wire(const std::vector<TcpPart> &parts, char *window, uint64_t window_nbytes,
+std::unique_ptr<Wire> tcp_wire(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes,
                                uint32_t flag_count, Wire::Sink &sink) {
-    return std::make_unique<Tcp>(parts, window, window_nbytes, flag_count, sink);
+    return std::make_unique<Tcp>(std::move(parts), window, window_nbytes, flag_count, sink);
 }
 
 }  // namespace hdma

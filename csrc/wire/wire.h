@@ -64,11 +64,11 @@ class Wire {
 struct TcpPart {
     int peer;
     Lane lane;
-    int fd;  // a connected socket that has passed the handshake; taken over
+    Fd fd;  // a connected socket that has passed the handshake
 };
 
 // TCP between rail peers (tcp.cc). `window` is this rank's, `flag_count` how many flags it has.
-std::unique_ptr<Wire> tcp_wire(const std::vector<TcpPart> &parts, char *window, uint64_t window_nbytes,
+std::unique_ptr<Wire> tcp_wire(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes,
                                uint32_t flag_count, Wire::Sink &sink);
 
 }  // namespace hdma

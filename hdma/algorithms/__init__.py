@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from hdma.algorithms.all_gather import all_gather
+from hdma.algorithms.all_reduce import all_reduce, all_reduce_once
+from hdma.algorithms.all_to_all import all_to_all
+from hdma.algorithms.broadcast import broadcast
 from hdma.algorithms.reduce_scatter import reduce_scatter
 from hdma.errors import UsageError
 from hdma.layout import Layout
 from hdma.plan import Builder, Plan, Variant
 from hdma.topology import Topology
 
-BUILDERS: dict[str, Builder] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+BUILDERS: dict[str, Builder] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_reduce_once": all_reduce_once,
+    "broadcast": broadcast,
+    "all_to_all": all_to_all,
+}
+# Those whose shards can be pushed or waited for one by one.
+SHARD_MAJOR = ("all_gather", "reduce_scatter")
 
 # Chunks of one plan. More hide the fill and drain of the pipeline better; fewer keep a plan small.
 MAX_CHUNKS = 16
@@ -38,6 +50,10 @@ def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan
         raise UsageError(f"no operation {operation!r}: there are {', '.join(BUILDERS)}")
     if nbytes < 0 or nbytes % variant.element_nbytes:
         raise UsageError(f"{nbytes} bytes are not whole elements of {variant.element_nbytes} bytes")
+    if variant.shard_major and operation not in SHARD_MAJOR:
+        raise UsageError(f"{operation} has no shard-major plan: {', '.join(SHARD_MAJOR)} have")
+    if not 0 <= variant.root < layout.topology.size:
+        raise UsageError(f"root must be a rank, 0 to {layout.topology.size - 1}, not {variant.root}")
     if layout.slots < MIN_SLOTS_PER_SKEW * variant.skew + 1:
         raise UsageError(
             f"{layout.slots} slots a ring deadlock with a skew of {variant.skew} chunks: give "
@@ -61,13 +77,16 @@ def make_plan(
     chunk_nbytes: int | None = None,
     skew: int | None = None,
     shard_major: bool = False,
+    root: int = 0,
 ) -> Plan:
     """The plan of `operation` for shards of `nbytes` bytes; `print(plan)` shows it, `hdma.simulate(plan)` proves it.
 
     The slots are made as large as `nbytes` in MAX_CHUNKS chunks needs (or `chunk_nbytes`).
     Raises `UsageError` for what cannot be built.
     """
-    variant = Variant(element_nbytes, wire_nbytes, (1 if slots >= 4 else 0) if skew is None else skew, shard_major)
+    variant = Variant(
+        element_nbytes, wire_nbytes, (1 if slots >= 4 else 0) if skew is None else skew, shard_major, root
+    )
     most = slots if shard_major else MAX_CHUNKS
     if chunk_nbytes is None:
         chunk_nbytes = -(-max(nbytes, 1) // (most * element_nbytes)) * element_nbytes

@@ -13,32 +13,63 @@ Lanes: near = stage and pulls of staged chunks; rail = relay and pulls of rail c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from hdma.layout import Flag, Ring
-from hdma.plan import Chunk, Steps
+from hdma.plan import Chunk, Place, Steps
 
 
 def all_gather(s: Steps) -> None:
     """Writes the steps of AllGather; output shard r is the input of rank r."""
-    count = len(s.chunks)
-    if s.variant.shard_major:
-        # With at most S chunks no slot is used twice in a plan: every chunk can be staged before the first is read.
-        for phase in (_stage, _put, _pull, _relay, _pull_rail, _credit):
-            phase(s, s.chunks)
-    else:
-        # Chunks by which each phase trails the first. The longest way from writing a slot to its credit is 3 chunks
-        # (put to credit), which needs 4 slots; without skew 1 slot would do.
-        skew = s.variant.skew
-        trail = ((_stage, 0), (_put, 0), (_pull, skew), (_relay, 2 * skew), (_pull_rail, 3 * skew), (_credit, 3 * skew))
-        for t in range(count + 3 * skew):
-            for phase, behind in trail:
-                chunks = s.chunks[t - behind : t - behind + 1] if 0 <= t - behind < count else ()
-                phase(s, chunks)
+    s.uses(stage=len(s.chunks), rail=len(s.chunks))
+    gather(Gather(s, senders=frozenset(range(s.topology.size)), own=lambda c: s.place("input", 0, c), copies_own=True))
     s.phase()
     s.leave()
 
 
-def _stage(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+@dataclass(frozen=True)
+class Gather:
+    """Chunks of `senders` brought to every rank; broadcast and all_reduce are made of it too.
+
+    own: where a sender's chunk lies. copies_own: it must also be copied to the sender's own output. shard: where a
+    sender's chunks go in the outputs. reduced: another lane has made the chunk and says so.
+    """
+
+    s: Steps
+    senders: frozenset[int]
+    own: Callable[[Chunk], Place]
+    copies_own: bool = False
+    shard: Callable[[int], int] = lambda sender: sender
+    reduced: bool = False
+
+    def of(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if rank in self.senders]
+
+
+def gather(g: Gather) -> None:
+    """Every chunk through every phase; the caller leaves."""
+    s = g.s
+    count = len(s.chunks)
+    if s.variant.shard_major:
+        # With at most S chunks no slot is used twice in a plan: every chunk can be staged before the first is read.
+        for phase in (_stage, _put, _pull, _relay, _pull_rail, _credit):
+            phase(g, s.chunks)
+        return
+    # Chunks by which each phase trails the first. The longest way from writing a slot to its credit is 3 chunks (put to
+    # credit), which needs 4 slots; without skew 1 slot would do.
+    skew = s.variant.skew
+    trail = ((_stage, 0), (_put, 0), (_pull, skew), (_relay, 2 * skew), (_pull_rail, 3 * skew), (_credit, 3 * skew))
+    for t in range(count + 3 * skew):
+        for phase, behind in trail:
+            phase(g, s.chunks[t - behind : t - behind + 1] if 0 <= t - behind < count else ())
+
+
+def _stage(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
+    if s.rank not in g.senders:
+        return
     ring, mates, rail = Ring("stage", s.rank, 0), s.topology.mates(s.rank), s.topology.rail(s.rank)
     for c in chunks:
         s.enter("near")
@@ -47,16 +78,22 @@ def _stage(s: Steps, chunks: tuple[Chunk, ...]) -> None:
         for peer in rail:
             s.wait_credit("near", Flag(s.rank, ring, "sent", s.topology.node(peer)), c.index)
         if mates or rail:
-            s.copy("near", s.slot(ring, c.index, c), s.place("input", 0, c))
+            if g.reduced:
+                s.wait_filled("near", Flag(s.rank, Ring("sum", s.rank, s.node), "reduced"), c.index)
+            s.copy("near", s.slot(ring, c.index, c), g.own(c))
         for mate in mates:
-            s.signal("near", Flag(mate, ring, "filled"), c.index, len(s.chunks))
+            s.signal("near", Flag(mate, ring, "filled"), c.index)
         if rail:
-            s.signal("near", Flag(s.rank, ring, "posted"), c.index, len(s.chunks))
-        s.copy("near", s.place("output", s.rank, c), s.place("input", 0, c), gives=_whole(s, c, s.rank))
+            s.signal("near", Flag(s.rank, ring, "posted"), c.index)
+        if g.copies_own:
+            s.copy("near", s.place("output", g.shard(s.rank), c), g.own(c), gives=_whole(g, c, s.rank))
 
 
-def _put(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _put(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
+    if s.rank not in g.senders:
+        return
     stage = Ring("stage", s.rank, 0)
     for c in chunks:
         for peer in s.topology.rail(s.rank):
@@ -66,63 +103,71 @@ def _put(s: Steps, chunks: tuple[Chunk, ...]) -> None:
             s.wait_credit("put", Flag(s.rank, ring, "credit"), c.index)
             sent = Flag(s.rank, stage, "sent", s.topology.node(peer))
             src, dst = s.slot(stage, c.index, c), s.slot(ring, c.index, c)
-            s.put("put", dst, src, Flag(peer, ring, "filled"), sent, c.index, len(s.chunks))
+            s.put("put", dst, src, Flag(peer, ring, "filled"), sent, c.index)
 
 
-def _pull(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _pull(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
-    mates = s.topology.mates(s.rank)
-    for batch in _batches(s, chunks, mates):
+    for batch in _batches(s, chunks, g.of(s.topology.mates(s.rank))):
         for mate, c in batch:
+            s.enter("near")
             s.wait_filled("near", Flag(s.rank, Ring("stage", mate, 0), "filled"), c.index)
         for mate, c in batch:
             src = s.slot(Ring("stage", mate, 0), c.index, c)
-            s.copy("near", s.place("output", mate, c), src, gives=_whole(s, c, mate))
+            s.copy("near", s.place("output", g.shard(mate), c), src, gives=_whole(g, c, mate))
         for mate, c in batch:
-            s.signal("near", Flag(mate, Ring("stage", mate, 0), "credit", s.local_rank), c.index, len(s.chunks))
+            s.signal("near", Flag(mate, Ring("stage", mate, 0), "credit", s.local_rank), c.index)
 
 
-def _relay(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _relay(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
-    # The nearest sender first: rail peers put in rotating order, so its chunk is the first to arrive.
-    senders = s.topology.rail(s.rank)[::-1]
-    for batch in _batches(s, chunks, senders):
+    for batch in _batches(s, chunks, _rail_senders(g)):
         for sender, c in batch:
             ring = Ring("rail", s.rank, s.topology.node(sender))
             s.enter("rail")
             s.wait_filled("rail", Flag(s.rank, ring, "filled"), c.index)
             for mate in s.topology.mates(s.rank):
-                s.signal("rail", Flag(mate, ring, "relayed"), c.index, len(s.chunks))
-            s.copy("rail", s.place("output", sender, c), s.slot(ring, c.index, c), gives=_whole(s, c, sender))
-            s.signal("rail", Flag(s.rank, ring, "own"), c.index, len(s.chunks))
+                s.signal("rail", Flag(mate, ring, "relayed"), c.index)
+            dst = s.place("output", g.shard(sender), c)
+            s.copy("rail", dst, s.slot(ring, c.index, c), gives=_whole(g, c, sender))
+            s.signal("rail", Flag(s.rank, ring, "own"), c.index)
 
 
-def _pull_rail(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _pull_rail(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
     t = s.topology
-    for sender in t.rail(s.rank)[::-1]:
-        m = t.node(sender)
-        mates = t.mates(s.rank)
+    for m in [t.node(peer) for peer in t.rail(s.rank)[::-1]]:
+        mates = [mate for mate in t.mates(s.rank) if t.rank(m, t.local_rank(mate)) in g.senders]
         for batch in _batches(s, chunks, mates):
             for mate, c in batch:
+                s.enter("rail")
                 s.wait_filled("rail", Flag(s.rank, Ring("rail", mate, m), "relayed"), c.index)
             for mate, c in batch:
-                shard = t.rank(m, t.local_rank(mate))
+                sender = t.rank(m, t.local_rank(mate))
                 src = s.slot(Ring("rail", mate, m), c.index, c)
-                s.copy("rail", s.place("output", shard, c), src, gives=_whole(s, c, shard))
+                s.copy("rail", s.place("output", g.shard(sender), c), src, gives=_whole(g, c, sender))
             for mate, c in batch:
-                s.signal("rail", Flag(mate, Ring("rail", mate, m), "read", s.local_rank), c.index, len(s.chunks))
+                s.signal("rail", Flag(mate, Ring("rail", mate, m), "read", s.local_rank), c.index)
 
 
-def _credit(s: Steps, chunks: tuple[Chunk, ...]) -> None:
+def _credit(g: Gather, chunks: tuple[Chunk, ...]) -> None:
+    s = g.s
     s.phase()
     for c in chunks:
-        for sender in s.topology.rail(s.rank)[::-1]:
+        for sender in _rail_senders(g):
             ring = Ring("rail", s.rank, s.topology.node(sender))
             for mate in s.topology.mates(s.rank):
                 s.wait_filled("credit", Flag(s.rank, ring, "read", s.topology.local_rank(mate)), c.index)
             s.wait_filled("credit", Flag(s.rank, ring, "own"), c.index)
-            s.credit("credit", Flag(sender, ring, "credit"), c.index, len(s.chunks))
+            s.credit("credit", Flag(sender, ring, "credit"), c.index)
+
+
+def _rail_senders(g: Gather) -> list[int]:
+    """The nearest first: rail peers put in rotating order, so its chunk is the first to arrive."""
+    return g.of(g.s.topology.rail(g.s.rank)[::-1])
 
 
 def _batches(s: Steps, chunks: tuple[Chunk, ...], ranks: list[int]) -> list[list[tuple[int, Chunk]]]:
@@ -132,5 +177,5 @@ def _batches(s: Steps, chunks: tuple[Chunk, ...], ranks: list[int]) -> list[list
     return [[(rank, c) for rank in ranks] for c in chunks]
 
 
-def _whole(s: Steps, c: Chunk, shard: int) -> int | None:
-    return shard if c.index == len(s.chunks) - 1 else None
+def _whole(g: Gather, c: Chunk, sender: int) -> int | None:
+    return g.shard(sender) if g.copies_own and c.index == len(g.s.chunks) - 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hdma.errors import TimeoutError, UsageError
 
@@ -26,6 +26,13 @@ class Rendezvous(ABC):
     def close(self) -> None:
         """Leaves, and removes what was left at the meeting place. Called again, it does nothing."""
 
+    @abstractmethod
+    def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
+        """A place for `ranks` of this one, this rank among them, in that order; also after this one's close().
+
+        All of them give the same `label`, another one for each meeting.
+        """
+
     def __enter__(self) -> Rendezvous:
         return self
 
@@ -43,6 +50,9 @@ class SingleProcess(Rendezvous):
 
     def close(self) -> None:
         pass
+
+    def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
+        return self
 
 
 class Deadline:

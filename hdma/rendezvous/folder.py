@@ -12,11 +12,13 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hdma.errors import TimeoutError, UsageError
 from hdma.launch import Launch
-from hdma.rendezvous.base import Deadline, Rendezvous, missing_error, twice_error
+from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, missing_error, twice_error
 
 
 class Folder(Rendezvous):
@@ -25,8 +27,9 @@ class Folder(Rendezvous):
     Raises `UsageError` if the folder cannot be used or this rank is there already.
     """
 
-    def __init__(self, launch: Launch, parent: Path, meeting: int) -> None:
+    def __init__(self, launch: Launch, parent: Path, meeting: int | str) -> None:
         self.rank, self.size = launch.rank, launch.size
+        self._launch, self._parent, self._meeting = launch, parent, meeting
         job = re.sub(r"[^A-Za-z0-9_.@-]", "_", launch.job_id or "job")
         self._path = parent / f"hdma-{job}-{meeting}"
         self._session, self._count, self._closed = "", 0, False
@@ -59,6 +62,13 @@ class Folder(Rendezvous):
         stem = f"{self._session}.{self._count}.{re.sub('[^A-Za-z0-9_-]', '_', key)}"
         self._publish(f"{stem}.{self.rank}", payload)
         return self._gather(stem, key, deadline)
+
+    def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
+        if len(ranks) == 1:
+            return SingleProcess()
+        # Named after this meeting's session, so that no other job or communicator has the same.
+        name = hashlib.sha256(f"{self._session} {self._meeting} {label}".encode()).hexdigest()[:24]
+        return Folder(replace(self._launch, rank=ranks.index(self.rank), size=len(ranks)), self._parent, name)
 
     def close(self) -> None:
         """The last to leave removes the folder. A rank that leaves early removes what says that it is there."""

@@ -8,24 +8,31 @@ those who wait in vain name the ranks without one.
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import os
 import struct
 import threading
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hdma.errors import TimeoutError, UsageError, WireError
 from hdma.launch import Launch
-from hdma.rendezvous.base import Deadline, Rendezvous, missing_error
+from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, missing_error
 
 # Messages on the world communicator carry this tag; later ones travel on a duplicate, out of the program's way.
 _HELLO_TAG = 21333
 _FINALIZE_S = 10.0
+# The standard grants tags up to 32767.
+_TAGS = 30000
+# Holds the duplicate of the world communicator once it is made.
+_duplicate: list[Any] = []
 
 
 class Mpi(Rendezvous):
-    """Ranks meet on a duplicate of MPI_COMM_WORLD.
+    """Ranks meet on a duplicate of MPI_COMM_WORLD, which is made once for all meetings of the process.
 
     Raises `UsageError` without mpi4py or where MPI sees other ranks than the launcher, and hdma's `TimeoutError` that
     names the ranks which have not come within `timeout_s`.
@@ -33,9 +40,8 @@ class Mpi(Rendezvous):
 
     def __init__(self, launch: Launch, meeting: int, timeout_s: float) -> None:
         self.rank, self.size = launch.rank, launch.size
-        self._comm: Any = None
         deadline = Deadline(timeout_s)
-        mpi = _initialised(launch, deadline)
+        self._mpi = mpi = _initialised(launch, deadline)
         world = mpi.COMM_WORLD
         if (world.rank, world.size) != (self.rank, self.size):
             raise UsageError(
@@ -43,27 +49,38 @@ class Mpi(Rendezvous):
                 "Start the program with the mpirun of the MPI that mpi4py loads, or set HDMA_RENDEZVOUS to a folder "
                 "that all ranks share"
             )
-        self._mpi, self._comm = mpi, world
-        # Once all have said hello, duplicating (which blocks) cannot wait for anyone who is missing.
-        self._swap("join", struct.pack("<q", meeting), _HELLO_TAG, deadline)
-        self._comm = world.Dup()
+        self._members: Sequence[int] = range(self.size)
+        self._label, self._tag, self._closed = str(meeting), _HELLO_TAG, False
+        if not _duplicate:
+            # Once all have said hello, duplicating (which blocks) cannot wait for anyone who is missing.
+            self._swap(world, "join", str(meeting).encode(), deadline)
+            _duplicate.append(world.Dup())
+        self._tag = 0
 
     def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        if self._comm is None:
+        if self._closed:
             raise UsageError(f"rank {self.rank} has left MPI: no exchange of {key!r} after close()")
-        return self._swap(key, payload, 0, Deadline(timeout_s))
+        return self._swap(_duplicate[0], f"{self._label} {key}", payload, Deadline(timeout_s))
 
     def close(self) -> None:
-        if self._comm is not None and not self._mpi.Is_finalized():
-            self._comm.Free()
-        self._comm = None
+        self._closed = True
 
-    def _swap(self, key: str, payload: bytes, tag: int, deadline: Deadline) -> list[bytes]:
-        comm, mpi = self._comm, self._mpi
+    def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
+        if len(ranks) == 1:
+            return SingleProcess()
+        part = copy.copy(self)
+        part._members, part.rank, part.size = [self._members[r] for r in ranks], ranks.index(self.rank), len(ranks)
+        part._label, part._closed = f"{self._label} {label}", False
+        # Groups may meet in any order at those who are in several: each has a tag of its own, or nearly so.
+        part._tag = 1 + zlib.crc32(part._label.encode()) % _TAGS
+        return part
+
+    def _swap(self, comm: Any, key: str, payload: bytes, deadline: Deadline) -> list[bytes]:
+        mpi, tag = self._mpi, self._tag
         name = key.encode()
         message = struct.pack("<I", len(name)) + name + payload
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = {rank: comm.Isend([message, mpi.BYTE], rank, tag) for rank in others}
+        sends = {rank: comm.Isend([message, mpi.BYTE], self._members[rank], tag) for rank in others}
         got: dict[int, bytearray] = {}
         receives: dict[int, Any] = {}
 
@@ -71,7 +88,7 @@ class Mpi(Rendezvous):
             for rank in others:
                 if rank not in got:
                     status = mpi.Status()
-                    arrived = comm.Improbe(rank, tag, status)
+                    arrived = comm.Improbe(self._members[rank], tag, status)
                     if arrived is not None:
                         got[rank] = bytearray(status.Get_count(mpi.BYTE))
                         receives[rank] = arrived.Irecv([got[rank], mpi.BYTE])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from hdma.errors import UsageError, WireError
 from hdma.launch import Launch
-from hdma.rendezvous.base import Deadline, Rendezvous, missing_error, twice_error
+from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, missing_error, twice_error
 
 # The host waits no longer than this for others to have read, and stays this long after it has given up.
 _READ_S, _LINGER_S = 5.0, 0.2
@@ -67,9 +69,10 @@ class TorchStore(Rendezvous):
     """Ranks meet in `store`, under keys of the prefix hdma/. Raises `UsageError` if this rank is there already."""
 
     def __init__(
-        self, launch: Launch, store: Any, meeting: int, where: str = "torch's store", host: bool = False
+        self, launch: Launch, store: Any, meeting: int | str, where: str = "torch's store", host: bool = False
     ) -> None:
         self.rank, self.size = launch.rank, launch.size
+        self._launch, self._meeting, self._closed = launch, meeting, False
         self._store, self._where, self._host, self._count = store, where, host, 0
         # A restarted job finds the keys of its last life in torchrun's store.
         self._prefix = f"hdma/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{meeting}"
@@ -81,7 +84,7 @@ class TorchStore(Rendezvous):
             raise twice_error(self.rank, f"{where} has seen it", "give each process a RANK of its own")
 
     def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        if self._store is None:
+        if self._closed:
             raise UsageError(f"rank {self.rank} has left {self._where}: no exchange of {key!r} after close()")
         try:
             return self._exchange(key, payload, timeout_s)
@@ -91,7 +94,13 @@ class TorchStore(Rendezvous):
             raise self._lost(key, error) from error
 
     def close(self) -> None:
-        self._store = None
+        self._closed = True
+
+    def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
+        if len(ranks) == 1:
+            return SingleProcess()
+        launch = replace(self._launch, rank=ranks.index(self.rank), size=len(ranks))
+        return TorchStore(launch, self._store, f"{self._meeting}/{label}", self._where, self._host)
 
     def _exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
         store, deadline = self._store, Deadline(timeout_s)

@@ -107,7 +107,7 @@ class Clocks:
         self._fresh[lane] = None
         for cell, _ in op.srcs:
             if self.view is None or self._watched(script, cell):
-                if cell < script.inputs_at or cell >= script.outputs_at:
+                if not script.inputs_at <= cell < script.outputs_at:  # Nobody writes an input that is no output.
                     self._check_write(cell, clock, component, "reads")
                     self._readers.setdefault(cell, {})[component] = now
                 if op.wire >= 0 and cell >= script.inputs_at:

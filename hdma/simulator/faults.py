@@ -117,7 +117,7 @@ class Reasons(Run):
             if value > 0 and first is not None:
                 self.served[id(first)].append(op.step)
         elif op.local >= 0:
-            self._raised[op.local].append((value, op.step))
+            self._raised[op.local].append((self.counts[op.local_count] + op.local_value, op.step))
         elif op.word >= 0:
             self._raised[op.word].append((value, op.step))
 

@@ -22,7 +22,7 @@ from hdma.errors import PlanError, UsageError
 from hdma.layout import Ring
 from hdma.plan import Plan
 from hdma.simulator.clocks import Clocks, Race
-from hdma.simulator.meaning import Tree, sources
+from hdma.simulator.meaning import Tree, meaning, sources
 from hdma.simulator.numbering import Numbering
 from hdma.simulator.script import Bytes, Op, Script
 from hdma.simulator.symmetry import check_symmetry
@@ -60,6 +60,11 @@ def prove_scripts(scripts: list[Script], view: int | None = None) -> Proof:
     plans = {id(script.plan): script.plan for script in scripts}.values()
     if view is None and scripts[0].plan.topology.size > FULL_RANKS:
         for plan in plans:
+            if not meaning(plan).like_all:
+                raise UsageError(
+                    f"{plan.operation} treats nodes differently: it is proved on up to {FULL_RANKS} ranks, not on "
+                    f"{plan.topology}"
+                )
             check_symmetry(plan)
         view = 0
     return Run(scripts, Clocks(scripts, view)).run()
@@ -95,6 +100,7 @@ class Run:
         self.heights = [0] * (size * self.numbering.rank_words)
         self.raiser: dict[int, int] = {}
         self.cells: list[tuple[Bytes, Content] | None] = [None] * max(script.cells for script in scripts)
+        self.written: set[int] = set()  # output cells, in this call
 
     def run(self) -> Proof:
         for call, script in enumerate(self.scripts):
@@ -137,7 +143,7 @@ class Run:
                     self.clocks.touch(script, op)
                 self._raise(op.word, self.counts[op.count] + op.value, op.wire, op.wire)
                 if op.local >= 0:
-                    self._raise(op.local, self.counts[op.local_count] + op.value, op.wire, ~op.wire)
+                    self._raise(op.local, self.counts[op.local_count] + op.local_value, op.wire, ~op.wire)
             elif verb == "leave":
                 self.clocks.leave(op.lane)
             elif verb != "enter":
@@ -171,8 +177,10 @@ class Run:
                 raise Race(f"reads {place}, where {found} was written")
             read.append(held[1])
         cell, part = op.dst
-        if cell >= script.outputs_at and self.cells[cell] is not None:
-            raise Race(f"writes {op.step.dst} a second time")
+        if cell >= script.outputs_at:
+            if cell in self.written:
+                raise Race(f"writes {op.step.dst} a second time")
+            self.written.add(cell)
         self.cells[cell] = (part, _sum(read))
 
     def _complete(self, script: Script, op: Op, shard: int) -> None:
@@ -186,11 +194,13 @@ class Run:
         rng = random.Random(call)
         given: dict[int, Content] = {}
         chunks = [(0, c.nbytes, False) for c in script.chunks]
-        for cell in range(script.inputs_at, script.outputs_at):
+        self.written.clear()
+        for cell in range(script.inputs_at, script.inputs_end):
             token = rng.getrandbits(61) % _PRIME
             given[cell] = (token, token)
             self.cells[cell] = (chunks[(cell - script.inputs_at) % len(chunks)], given[cell])
-        self.cells[script.outputs_at : script.cells] = [None] * (script.cells - script.outputs_at)
+        if not script.meaning.in_place:
+            self.cells[script.outputs_at : script.cells] = [None] * (script.cells - script.outputs_at)
         self.clocks.forget_tensors(script.inputs_at)
         return given
 

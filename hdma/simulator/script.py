@@ -31,6 +31,7 @@ class Op:
     value: int = 0
     local: int = -1
     local_count: int = -1
+    local_value: int = 0
     wire: int = -1
 
 
@@ -43,7 +44,8 @@ class Script:
         self.chunks = plan.chunks
         self._chunk_at = {(c.offset, c.nbytes): c.index for c in self.chunks}
         self.inputs_at = numbering.window_cells
-        self.outputs_at = self.inputs_at + t.size * self.meaning.input_shards * len(self.chunks)
+        self.inputs_end = self.inputs_at + t.size * self.meaning.input_shards * len(self.chunks)
+        self.outputs_at = self.inputs_at if self.meaning.in_place else self.inputs_end
         self.cells = self.outputs_at + t.size * self.meaning.output_shards * len(self.chunks)
         self.put_nbytes = [0] * t.size
         self.link_nbytes: dict[tuple[int, int], int] = defaultdict(int)
@@ -79,7 +81,7 @@ class Script:
         """The rank whose memory the cell is."""
         if cell < self.inputs_at:
             return cell // self.numbering.rank_slots
-        if cell < self.outputs_at:
+        if cell < self.inputs_end:
             return (cell - self.inputs_at) // (self.meaning.input_shards * len(self.chunks))
         return (cell - self.outputs_at) // (self.meaning.output_shards * len(self.chunks))
 
@@ -139,6 +141,7 @@ class Script:
         op.wire = self.numbering.wire(op.lane, peer)
         if step.local is not None:
             op.local, op.local_count, _ = self._flag(step, step.local)
+            op.local_value = step.local_value
             if step.local.owner != step.rank:
                 raise self.fail(step, f"its local completion is a flag of rank {step.local.owner}")
         if step.dst is None:
@@ -248,6 +251,6 @@ class Script:
             missing = next((r, s) for r in range(size) for s in range(size) if (r, s) not in self._given)
             raise PlanError(f"{plan.operation}: rank {missing[0]} never gives shard {missing[1]}")
         for rank, nbytes in enumerate(self.put_nbytes):
-            if nbytes != self.meaning.put_nbytes:
-                least = f"the minimum is {self.meaning.put_nbytes}"
+            if nbytes != self.meaning.put_nbytes(rank):
+                least = f"the minimum is {self.meaning.put_nbytes(rank)}"
                 raise PlanError(f"{plan.operation}: the NIC of rank {rank} carries {nbytes} bytes, {least}")

@@ -41,17 +41,18 @@ class _Renamed:
         self.by_rank = {"window": False, "input": shards.input_shards > 1, "output": shards.output_shards > 1}
 
     def step(self, s: Step) -> tuple[object, ...]:
-        shards = tuple(None if shard is None else self.rank[shard] for shard in (s.needs, s.gives))
+        needs = s.needs if s.needs is None or not self.by_rank["input"] else self.rank[s.needs]
+        gives = s.gives if s.gives is None or not self.by_rank["output"] else self.rank[s.gives]
         return (
             s.verb,
             s.lane,
             s.phase,
-            s.value,
+            (s.value, s.local_value),
             self._flag(s.flag),
             self._flag(s.local),
             None if s.dst is None else self._place(s.dst),
             sorted(self._place(p) for p in s.srcs) if len(s.srcs) > 1 else [self._place(p) for p in s.srcs],
-            shards,
+            (needs, gives),
         )
 
     def _flag(self, flag: Flag | None) -> tuple[object, ...] | None:

@@ -196,7 +196,7 @@ class _Clockwork:
     def _landed(self, call: int, op: Op) -> None:
         self._raise(op.word, self._bases[call][op.count] + op.value)
         if op.local >= 0:
-            self._raise(op.local, self._bases[call][op.local_count] + op.value)
+            self._raise(op.local, self._bases[call][op.local_count] + op.local_value)
 
     def _raise(self, word: int, value: int) -> None:
         self._heights[word] = value

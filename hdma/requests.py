@@ -1,0 +1,143 @@
+"""From a checked call to the request that the engine runs: pieces of plans, made once and kept.
+
+A message longer than one plan is the longest plan as often as it fits, then one for the rest. All decisions here are
+functions of what all ranks share: sizes, dtypes, the layout.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from hdma import _core
+from hdma.algorithms import build, max_shard_nbytes
+from hdma.compile import compile_rank
+from hdma.errors import UsageError
+from hdma.layout import Layout
+from hdma.plan import Variant
+
+# The numbers of Dtype and Op in csrc/plan.h; all other dtypes are moved as bytes, not reduced.
+REDUCED = (
+    *("bytes", "float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+OPS = ("sum", "avg", "max", "min", "prod")
+FLOATS = tuple(name for name in REDUCED if "float" in name)
+# All-reduces up to this size go in one shot. Measured on the host (bench/results/): above, the bytes cost more than the
+# second round of flags.
+ONCE_NBYTES = 32 << 10
+_CACHED = 256
+
+
+class Prepared(NamedTuple):
+    """`order` and `bounds`: the (shard, part) pairs of a started call, and the elements of each part."""
+
+    request: _core.Request
+    text: str
+    order: list[tuple[int, int]]
+    bounds: list[tuple[int, int]]
+
+
+class _Piece(NamedTuple):
+    plan: _core.Plan
+    repeats: int
+    nbytes: int
+    offset: int
+    input_stride: int
+    output_stride: int
+
+
+class Requests:
+    """The requests of one rank on one layout. Raises `UsageError` for dtypes and operations that there are not."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank, self._size = layout, rank, layout.topology.size
+        # The C cache: as quick as a dictionary, and threads may share it.
+        self.moved = lru_cache(_CACHED)(self._moved)
+        self.reduced = lru_cache(_CACHED)(self._reduced)
+        self._plan = lru_cache(_CACHED)(self._make_plan)
+
+    def _moved(
+        self, operation: str, dtype: str, itemsize: int, nbytes: int, root: int = 0, started: bool = False
+    ) -> Prepared:
+        """all_gather, all_to_all (`nbytes` of a shard), broadcast (of the tensor), barrier (0)."""
+        text = (
+            f"{operation}({dtype}, {nbytes} bytes{', root ' + str(root) if operation == 'broadcast' else ' a shard'})"
+        )
+        if operation == "barrier":
+            # An AllGather of nothing: complete when a flag has come from every rank.
+            operation, text = "all_gather", "barrier()"
+        variant = Variant(itemsize, shard_major=started, root=root)
+        pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
+        return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, (0, 0, 0), started, False)
+
+    def _reduced(
+        self, operation: str, dtype: str, itemsize: int, nbytes: int, op: str, wire: str, started: bool = False
+    ) -> Prepared:
+        """reduce_scatter (`nbytes` of a shard), all_reduce (of the tensor)."""
+        if op not in OPS:
+            raise UsageError(f"{operation}: op must be one of {', '.join(OPS)}, not {op!r}")
+        if dtype not in REDUCED[1:]:
+            raise UsageError(f"{operation}: dtype must be one of {', '.join(REDUCED[1:])}, not {dtype}")
+        if op == "avg" and dtype not in FLOATS:
+            raise UsageError(f"{operation}: {dtype} has no average: sum, then divide as you mean it")
+        if wire != dtype and (wire != "float32" or dtype not in ("bfloat16", "float16")):
+            raise UsageError(f"{operation}: wire_dtype is {dtype}, or float32 for 16-bit floats, not {wire}")
+        numbers = (REDUCED.index(dtype), REDUCED.index(wire), OPS.index(op))
+        variant = Variant(itemsize, 4 if wire != dtype else itemsize, shard_major=started)
+        unit = "a shard" if operation == "reduce_scatter" else "in all"
+        text = f"{operation}({op}, {dtype}, {nbytes} bytes {unit}, {wire} on the wire)"
+        if operation == "reduce_scatter":
+            pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
+        else:
+            pieces, orders = self._all_reduce(nbytes, variant), []
+        return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, numbers, started, started)
+
+    def _all_reduce(self, nbytes: int, variant: Variant) -> list[_Piece]:
+        """Equal shards, and in one shot what is left over: less than an element a rank."""
+        shard = nbytes // (self._size * variant.element_nbytes) * variant.element_nbytes
+        if nbytes <= ONCE_NBYTES or not shard:
+            shard = 0
+        body, rest = self._size * shard, nbytes - self._size * shard
+        pieces = self._pieces("all_reduce", shard, variant, 0, shard, shard)[0] if body else []
+        if rest or not body:
+            pieces += self._pieces("all_reduce_once", rest, variant, body, rest, rest)[0]
+        return pieces
+
+    def _pieces(
+        self, operation: str, nbytes: int, variant: Variant, offset: int, input_stride: int, output_stride: int
+    ) -> tuple[list[_Piece], list[tuple[int, ...]]]:
+        """The longest plan as often as it fits, then one for the rest; and the order of shards of each run."""
+        longest = max_shard_nbytes(self._layout, variant)
+        full, rest = divmod(nbytes, longest)
+        pieces, orders = [], []
+        if full:
+            plan, order = self._plan(operation, longest, variant)
+            pieces.append(_Piece(plan, full, longest, offset, input_stride, output_stride))
+            orders += [order] * full
+        if rest or not full:
+            plan, order = self._plan(operation, rest, variant)
+            pieces.append(_Piece(plan, 1, rest, offset + full * longest, input_stride, output_stride))
+            orders.append(order)
+        return pieces, orders
+
+    def _prepared(
+        self,
+        text: str,
+        pieces: list[_Piece],
+        orders: list[tuple[int, ...]],
+        itemsize: int,
+        numbers: tuple[int, int, int],
+        started: bool,
+        pushes: bool,
+    ) -> Prepared:
+        order = [(shard, part) for part, shards in enumerate(orders) for shard in shards] if started else []
+        bounds, at = [], 0
+        for nbytes in (piece.nbytes for piece in pieces for _ in range(piece.repeats if started else 0)):
+            bounds.append((at // itemsize, (at + nbytes) // itemsize))
+            at += nbytes
+        return Prepared(_core.Request(text, pieces, *numbers, len(order), pushes), text, order, bounds)
+
+    def _make_plan(self, operation: str, nbytes: int, variant: Variant) -> tuple[Any, tuple[int, ...]]:
+        compiled = compile_rank(build(operation, self._layout, nbytes, variant), self._rank)
+        return _core.Plan(compiled.steps, compiled.sources, compiled.spans), compiled.order
