@@ -1,15 +1,15 @@
-"""AllGather and ReduceScatter between real processes, equal to numpy bit for bit."""
+"""The collectives between real processes, equal to numpy bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import environment, mpirun, ranks
+from processes import Finished, environment, mpirun, ranks, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
-GRIDS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 2)]
-SIZES = "0,1,7,4096,1000003"
+GRIDS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 2), (2, 3), (8, 1), (2, 4)]
 
 
 def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, str]:
@@ -24,10 +24,9 @@ def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, **mo
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("window", [{}, {"HDMA_WINDOW_BYTES": 65536}], ids=["default", "64KiB"])
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
-def test_matrix(grid: tuple[int, int], window: dict[str, object], tmp_path: Path) -> None:
-    run_grid("matrix.py", grid, tmp_path, SIZES, **window)
+def test_matrix(grid: tuple[int, int], tmp_path: Path) -> None:
+    run_grid("matrix.py", grid, tmp_path)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)], ids=lambda grid: f"{grid[0]}x{grid[1]}")
@@ -49,9 +48,17 @@ def test_special_numbers(grid: tuple[int, int], tmp_path: Path) -> None:
     run_grid("specials.py", grid, tmp_path)
 
 
-@pytest.mark.parametrize("grid", [(1, 3), (2, 1), (2, 2), (1, 5)], ids=lambda grid: f"{grid[0]}x{grid[1]}")
-def test_operations(grid: tuple[int, int], tmp_path: Path) -> None:
-    run_grid("operations.py", grid, tmp_path)
+@pytest.mark.parametrize("size, local_size", [(1, 1), (4, 2), (5, 5)])
+def test_groups(size: int, local_size: int, tmp_path: Path) -> None:
+    finished = ranks(size, [PROGRAMS / "groups.py"], grid_env((0, local_size), tmp_path))
+    assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("launch", [mpirun, torchrun])
+def test_groups_under_a_launcher(launch: Callable[..., Finished]) -> None:
+    done = launch(4, [PROGRAMS / "groups.py"], environment(HDMA_RANKS_PER_NODE=2, HDMA_TIMEOUT_S=60))
+    assert done.code == 0, done.out
 
 
 def test_torch_tensors_under_mpirun() -> None:

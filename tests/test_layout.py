@@ -96,7 +96,9 @@ def test_topology_from_hosts(hosts: str, ranks_per_node: int | None, nodes: list
         ("aaabbbbbb", None, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
     ],
 )
-def test_unequal_nodes_are_split_into_equal_ones(hosts: str, ranks_per_node: int | None, nodes: list[list[int]]) -> None:
+def test_unequal_nodes_are_split_into_equal_ones(
+    hosts: str, ranks_per_node: int | None, nodes: list[list[int]]
+) -> None:
     topology = from_hosts(hosts, ranks_per_node)
     assert [[topology.rank(n, l) for l in range(topology.ranks_per_node)] for n in range(topology.nodes)] == nodes
 

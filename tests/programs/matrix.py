@@ -1,74 +1,134 @@
-"""A rank that compares both collectives with numpy, bit for bit, over dtypes, sizes, views and ways to call."""
+"""A rank that compares every collective with numpy, bit for bit, over dtypes, operations, sizes, views, ways to call.
+
+The full product for sums of float32 and bfloat16; every pair of values of any two columns for all the rest. Twice: with
+the default window and with one of 64 KiB, in which long messages are many runs of a plan.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from reference import misaligned, reduce_scatter, same_bits, values
+from allpairspy import AllPairs
+from reference import FLOATS, INTEGERS, OPS, misaligned, reduction, same_bits, same_numbers, values
 
 import hdma
 
-ELEMENTS = [int(n) for n in sys.argv[1].split(",")]
-comm = hdma.init()
-rank, size = comm.rank, comm.size
-failures = []
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+VIEWS = ("plain", "misaligned", "in place")
+MOVED: list[Any] = [np.complex64, np.complex128, np.uint16, np.uint64]
 
 
-def check(what: str, got: np.ndarray, want: np.ndarray) -> None:
-    if not same_bits(got, want):
-        failures.append(f"rank {rank}: {what}")
+class Case(NamedTuple):
+    collective: str
+    numel: int
+    view: str
+    dtype: Any
+    op: str
+    how: str  # "sync" or "async"
+    wire: Any = None
+
+    def __str__(self) -> str:
+        return " ".join(np.dtype(x).name if isinstance(x, type) else str(x) for x in self if x is not None)
 
 
-for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-    itemsize = np.dtype(dtype).itemsize
-    for numel in ELEMENTS:
-        what = f"{np.dtype(dtype).name} {numel}"
-        shards = [values(r, numel, dtype) for r in range(size)]
-        gathered = np.concatenate(shards)
-        whole = values(rank, size * numel, dtype, seed=1)
-        mine = [values(r, numel, dtype, seed=1, start=rank * numel) for r in range(size)]
-        summed = reduce_scatter(mine, comm.nodes, comm.local_size, dtype)
+def product() -> list[Case]:
+    numels = (0, 1, 7, 4096, 1000003)
+    rows = itertools.product(COLLECTIVES, numels, VIEWS, (np.float32, ml_dtypes.bfloat16), ("sum",), ("sync",))
+    cases = [Case(*row) for row in rows]
+    wired = (Case(c.collective, c.numel, c.view, c.dtype, c.op, "async", np.float32) for c in cases)
+    return cases + [c for c in wired if "reduce" in c.collective and c.dtype is not np.float32]
 
-        out = np.zeros(size * numel, dtype)
-        comm.all_gather(out, shards[rank])
-        check(f"all_gather {what}", out, gathered)
-        out = np.zeros(numel, dtype)
-        comm.reduce_scatter(out, whole)
-        check(f"reduce_scatter {what}", out, summed)
 
-        # Views that begin at any element of a cache line, in place, and both calls in flight at once.
-        inp, out = misaligned(numel, dtype, 3 * itemsize), misaligned(size * numel, dtype, itemsize)
+def pairs() -> list[Case]:
+    columns: list[Any] = [
+        COLLECTIVES,
+        (1, 5, 37, 300, 5003, 70001),
+        VIEWS,
+        FLOATS + INTEGERS + MOVED,
+        tuple(OPS),
+        ("sync", "async"),
+    ]
+    return [Case(*row) for row in AllPairs(columns, filter_func=possible)]
+
+
+def possible(row: list[Any]) -> bool:
+    collective, dtype, op = row[0], row[3] if len(row) > 3 else None, row[4] if len(row) > 4 else None
+    return "reduce" not in collective or (dtype not in MOVED and not (op == "avg" and dtype in INTEGERS))
+
+
+def inputs(case: Case, numel: int) -> list[np.ndarray]:
+    """Of every rank; with NaN and infinity here and there where the operation is not a plain sum."""
+    made = [values(r, numel, case.dtype, seed=len(case.collective)) for r in range(comm.size)]
+    if case.dtype in FLOATS and case.op != "sum":
+        for r, x in enumerate(made):
+            x[r % 3 :: 97] = np.nan
+            x[::89] = np.inf
+    return made
+
+
+def array(case: Case, numel: int, offset: int = 1) -> np.ndarray:
+    itemsize = np.dtype(case.dtype).itemsize
+    return misaligned(numel, case.dtype, offset * itemsize if case.view == "misaligned" else 0)
+
+
+def run(case: Case) -> None:
+    numel, size, rank = case.numel, comm.size, comm.rank
+    mine = slice(rank * numel, (rank + 1) * numel)
+    options: dict[str, Any] = {"async_op": case.how == "async"}
+    if case.collective == "all_gather":
+        shards = inputs(case, numel)
+        want, out = np.concatenate(shards), array(case, size * numel)
+        inp = out[mine] if case.view == "in place" else array(case, numel, 3)
         inp[:] = shards[rank]
-        works = [comm.all_gather(out, inp, async_op=True)]
-        inp2, out2 = misaligned(size * numel, dtype, 5 * itemsize), misaligned(numel, dtype, 7 * itemsize)
-        inp2[:] = whole
-        works.append(comm.reduce_scatter(out2, inp2, async_op=True))
-        for work in works:
-            work.wait()
-        check(f"misaligned all_gather {what}", out, gathered)
-        check(f"misaligned reduce_scatter {what}", out2, summed)
+        work = comm.all_gather(out, inp, **options)
+    elif case.collective == "broadcast":
+        root = numel % size
+        shards = inputs(case, numel)
+        want, out = shards[root], array(case, numel)
+        out[:] = shards[rank]
+        work = comm.broadcast(out, root, **options)
+    elif case.collective == "all_to_all":
+        wholes = inputs(case, size * numel)
+        want, out, inp = (
+            np.concatenate([x[mine] for x in wholes]),
+            array(case, size * numel),
+            array(case, size * numel, 5),
+        )
+        inp[:] = wholes[rank]
+        work = comm.all_to_all(out, inp, **options)
+    else:
+        if case.wire is not None:
+            options["wire_dtype"] = "float32"
+        scatters = case.collective == "reduce_scatter"
+        wholes = inputs(case, size * numel if scatters else numel)
+        inp = array(case, len(wholes[0]), 5)
+        inp[:] = wholes[rank]
+        with np.errstate(all="ignore"):
+            want = reduction([x[mine] if scatters else x for x in wholes], case.op, comm.nodes, case.wire)
+        if scatters:
+            out = inp[mine] if case.view == "in place" else array(case, numel, 7)
+            work = comm.reduce_scatter(out, inp, case.op, **options)
+        else:
+            out = inp
+            work = comm.all_reduce(out, case.op, **options)
+    if work is not None:
+        work.wait()
+    if not (same_bits if case.op == "sum" else same_numbers)(out, want):
+        failures.append(f"rank {rank}, {window or 'default'} window: {case}")
 
-        out = np.zeros(size * numel, dtype)
-        part = out[rank * numel : (rank + 1) * numel]
-        part[:] = shards[rank]
-        comm.all_gather(out, part)
-        check(f"in place all_gather {what}", out, gathered)
-        inp = whole.copy()
-        part = inp[rank * numel : (rank + 1) * numel]
-        comm.reduce_scatter(part, inp)
-        check(f"in place reduce_scatter {what}", part, summed)
 
-        if dtype is not np.float32:
-            out = np.zeros(numel, dtype)
-            comm.reduce_scatter(out, whole, wire_dtype="float32")
-            check(
-                f"float32 wire reduce_scatter {what}",
-                out,
-                reduce_scatter(mine, comm.nodes, comm.local_size, np.float32),
-            )
-comm.barrier()
-comm.close()
-print("\n".join(failures) or "all equal")
+failures: list[str] = []
+for window in ("", "65536"):
+    os.environ["HDMA_WINDOW_BYTES"] = window
+    comm = hdma.init()
+    for case in product() + pairs():
+        run(case)
+    comm.barrier()
+    comm.close()
+print("\n".join(failures[:20]) or "all equal")
 sys.exit(bool(failures))
