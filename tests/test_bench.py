@@ -4,11 +4,15 @@ import json
 import sys
 
 import pytest
-from processes import ROOT, environment, mpirun, run
+from processes import ROOT, environment, mpirun, ranks, run
 
 sys.path.insert(0, str(ROOT / "bench"))
+import collectives
+import operations
 import record
-import report
+import report_collectives
+import report_overlap
+import torch
 
 HEADER = {
     "kind": "header",
@@ -28,21 +32,21 @@ def overlap(backend, gemm, both_s, **more):
 
 
 def test_definitions():
-    assert report.hidden_fraction(10.0, 4.0, 10.0) == 1.0  # the collective cost nothing
-    assert report.hidden_fraction(10.0, 4.0, 14.0) == 0.0  # one after the other
-    assert report.hidden_fraction(10.0, 4.0, 12.0) == 0.5
-    assert report.hidden_fraction(4.0, 10.0, 12.0) == 0.5  # the shorter one may be the GEMM
-    assert report.hidden_fraction(10.0, 4.0, 16.0) == -0.5
-    assert report.gemm_slowdown(10.0, 12.5) == 1.25
-    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    assert report.geometric_mean([]) != report.geometric_mean([])
+    assert report_overlap.hidden_fraction(10.0, 4.0, 10.0) == 1.0  # the collective cost nothing
+    assert report_overlap.hidden_fraction(10.0, 4.0, 14.0) == 0.0  # one after the other
+    assert report_overlap.hidden_fraction(10.0, 4.0, 12.0) == 0.5
+    assert report_overlap.hidden_fraction(4.0, 10.0, 12.0) == 0.5  # the shorter one may be the GEMM
+    assert report_overlap.hidden_fraction(10.0, 4.0, 16.0) == -0.5
+    assert report_overlap.gemm_slowdown(10.0, 12.5) == 1.25
+    assert report_overlap.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert report_overlap.geometric_mean([]) != report_overlap.geometric_mean([])
 
 
 def test_ratios_are_taken_within_a_turn():
     """A machine that slows down between turns must not show as slowdown: pairs are compared, then the median taken."""
     row = overlap("hdma", [8, 8, 8], [2.0, 4.0, 8.0], gemm_s=[1.0, 2.0, 4.0], gemm_beside_s=[1.1, 2.2, 4.4])
     row["collective_s"] = [1.0, 2.0, 4.0]
-    summary = report.summarise(row)
+    summary = report_overlap.summarise(row)
     assert summary["slowdown"] == pytest.approx(1.1)
     assert summary["hidden"] == 0.0
     assert summary["both_s"] == 4.0
@@ -52,7 +56,7 @@ def test_means():
     shapes = ([8, 8, 8], [8, 8, 9])
     rows = [overlap("hdma", g, [b] * 3) for g, b in zip(shapes, (2.0, 2.0))]
     rows += [overlap("gloo", g, [b] * 3) for g, b in zip(shapes, (2.0, 8.0))]
-    found = report.with_means([report.summarise(row) for row in rows])
+    found = report_overlap.with_means([report_overlap.summarise(row) for row in rows])
     means = {row["backend"]: row for row in found if row["gemm"] == "mean"}
     assert [row["versus_gloo"] for row in found[:2]] == [1.0, 4.0]
     assert means["hdma"]["versus_gloo"] == pytest.approx(2.0) and means["gloo"]["versus_gloo"] == pytest.approx(1.0)
@@ -61,7 +65,7 @@ def test_means():
 
 
 def test_table_without_gloo():
-    table = report.table([HEADER, overlap("hdma", [8, 8, 8], [2.0] * 3)])
+    table = report_overlap.table([HEADER, overlap("hdma", [8, 8, 8], [2.0] * 3)])
     assert "8x8x8" in table and "2000.0" in table and "1.25" in table and "100 %" in table
     assert "two CPU cores show the method, not the benefit on GPUs" in table
     assert "hidden        (GEMM + coll. - together) / min(GEMM, coll.)" in table
@@ -90,13 +94,139 @@ def test_overlap_runs(tmp_path):
         assert all(both >= beside > 0.0 for both, beside in zip(row["both_s"], row["gemm_beside_s"]))
 
 
+def run_collectives(size, args, turn_s, **env):
+    """With turns shorter than those of a measurement."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import collectives; "
+    code += f"collectives.TURN_S = {turn_s}; collectives.main()"
+    return mpirun(size, ["-c", code, *args], environment(**env))
+
+
 def test_collectives_runs(tmp_path):
-    args = ["-b", "4K", "-e", "64K", "-f", "16", "-n", "3", "-w", "1", "--dtype", "bfloat16"]
-    done = mpirun(2, [ROOT / "bench" / "collectives.py", *args, "--json", tmp_path / "c.json"], environment())
-    assert done.code == 0 and "busbw" in done.out, done.out
-    rows = record.read(tmp_path / "c.json")[1:]
-    assert {row["shard_nbytes"] for row in rows} == {4096, 65536} and len(rows) == 8
-    assert all(len(row["time_s"]) == 3 for row in rows)
+    """Sizes are of the whole, the same for all backends; every row has exact results, times and the copy bound."""
+    args = ["-b", "4K", "-e", "64K", "-f", "16", "-n", "3", "-w", "1", "-d", "bfloat16", "-B", "hdma,mpi"]
+    done = run_collectives(2, [*args, "--json", tmp_path / "c.json"], 0.005)
+    assert done.code == 0 and "busbw" in done.out and "# Out of bounds values : 0 OK" in done.out, done.out
+    assert "mpi reduce_scatter left out: MPI has no sum of bfloat16" in done.out
+    header, *rows = record.read(tmp_path / "c.json")
+    assert header["libraries"]["mpi"].startswith("Open MPI 5") and header["bound"] == "copy"
+    cases = {(r["collective"], r["backend"], r["in_place"], r["nbytes"]) for r in rows}
+    assert len(cases) == len(rows) == 2 * (2 * 2 + 2 * 1)
+    assert {(row["nbytes"], row["count"]) for row in rows} == {(4096, 1024), (65536, 16384)}
+    assert all(len(row["time_s"]) == len(row["bound_s"]) == 3 and row["wrong"] == 0 for row in rows)
+    # A call of microseconds is repeated, so that the clock and the barrier do not dominate.
+    assert all(row["repeats"] > 1 for row in rows if row["backend"] == "hdma")
+
+
+def test_all_collectives_over_two_nodes():
+    """Every collective, type and operation that a backend has; those that it lacks are named, not failed."""
+    args = ["--collectives", "all", "-o", "all", "-d", "uint8,half", "-b", "3000", "-e", "3000", "-n", "1", "-w", "0"]
+    done = run_collectives(4, [*args, "-u", "3", "-r", "1", "-B", "gloo,hdma"], 1e-4, HDMA_RANKS_PER_NODE=2)
+    assert done.code == 0 and "# Out of bounds values : 0 OK" in done.out, done.out
+    assert "gloo reduce_scatter left out: uint8 has no average" in done.out
+    rows = [line.split() for line in done.out.splitlines() if not line.startswith("#")]
+    assert {row[-1] for row in rows} == set(operations.COLLECTIVES)
+
+
+def test_wrong_elements_are_counted(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+        "import backends, collectives\n"
+        "class Wrong(backends.Gloo):\n"
+        "    def all_gather(self, out, inp, async_op=False):\n"
+        "        super().all_gather(out, inp)\n"
+        "        out[-3:] += backends.dist.get_rank() == 1\n"
+        "backends.BACKENDS['wrong'] = Wrong\n"
+        "collectives.main()\n"
+    )
+    args = ["-B", "gloo,wrong", "--collectives", "all_gather", "-b", "1K", "-e", "1K", "-n", "1"]
+    done = mpirun(2, [program, *args], environment())
+    assert done.code == 1 and "# Out of bounds values : 6 FAILED" in done.out, done.out
+
+
+def test_row_that_hangs_ends_with_T(tmp_path):
+    """-T ends all ranks and says where they were."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+        "import backends, collectives\n"
+        "class Slow(backends.Gloo):\n"
+        "    def barrier(self):\n"
+        "        time.sleep(60)\n"
+        "backends.BACKENDS['slow'] = Slow\n"
+        "collectives.main()\n"
+    )
+    # Without MPI, which would leave shared memory behind where a process ends like this.
+    args = [program, "-B", "slow", "--collectives", "barrier", "-T", "0.5"]
+    for done in ranks(2, args, environment(HDMA_RENDEZVOUS=tmp_path)):
+        assert done.code == 1 and "Timeout" in done.out and "in barrier" in done.out, done.out
+
+
+def test_mpi_without_its_mpirun():
+    env = environment(RANK=0, WORLD_SIZE=2)
+    done = run([sys.executable, ROOT / "bench" / "collectives.py", "-B", "mpi"], env)
+    assert done.code == 1 and "Start the benchmark with the mpirun of the MPI" in done.out, done.out
+
+
+def test_counts_are_nccl_tests():
+    """Parts are multiples of 16 bytes; tiny sizes still move something."""
+    count = operations.count_for
+    assert count("all_gather", 1 << 20, torch.float32, 4) == 65536
+    assert count("all_gather", 1000, torch.float32, 3) == 80
+    assert count("all_to_all", 1, torch.float64, 8) == 1
+    assert count("all_reduce", 1000, torch.float32, 3) == 250
+    assert operations.Case("reduce_scatter", 10, "half", "sum").nbytes(4) == 80
+    factors = {name: kind.busbw(4) for name, kind in operations.COLLECTIVES.items()}
+    assert factors == {
+        "all_gather": 0.75,
+        "reduce_scatter": 0.75,
+        "all_reduce": 1.5,
+        "broadcast": 1.0,
+        "all_to_all": 0.75,
+        "barrier": 0.0,
+    }
+
+
+@pytest.mark.parametrize("op", operations.OPS)
+@pytest.mark.parametrize("dtype", operations.DTYPES)
+def test_expected_results_are_exact(op, dtype):
+    """Against float64 arithmetic, in the opposite order of ranks."""
+    size, numel = 3, 9000
+    case = operations.Case("all_reduce", numel, dtype, op)
+    if op == "avg" and not case.dtype.is_floating_point:
+        return
+    inputs = [operations.values(case, rank, 0, numel, size).double() for rank in reversed(range(size))]
+    found = torch.stack(inputs)
+    combined = {
+        "sum": found.sum(0),
+        "avg": found.mean(0),
+        "prod": found.prod(0),
+        "max": found.amax(0),
+        "min": found.amin(0),
+    }[op]
+    assert torch.equal(operations.Call(case, True, 0, size).expected.double(), combined)
+    assert len(combined.unique()) > 2
+
+
+def run_of(library, time_s, bound_s):
+    row = {"kind": "collective", "collective": "all_gather", "in_place": False, "dtype": "float", "op": None}
+    row |= {"root": None, "nbytes": 1 << 20, "count": 1 << 17, "busbw_factor": 0.5, "wrong": 0, "repeats": 1}
+    return [HEADER, {**row, "backend": "mpi", "library": library, "time_s": [time_s], "bound_s": [bound_s]}]
+
+
+def test_runs_are_compared_by_their_own_bounds(tmp_path):
+    """The second run was twice as slow, its machine four times: it is the better library."""
+    runs = [run_of("Open MPI 5", 1.0, 0.25), run_of("MPICH 5", 2.0, 1.0)]
+    assert [(r["xbound"], r["who"]) for r in report_collectives.summarise(runs)] == [
+        (4.0, "mpi (Open MPI 5), run 1"),
+        (2.0, "mpi (MPICH 5), run 2"),
+    ]
+    for name, rows in zip("ab", runs):
+        record.write(tmp_path / name, rows)
+    args = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "c.png"]
+    done = run(args, environment())
+    assert done.code == 0 and "mpi (MPICH 5), run 2" in done.out, done.out
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("wrong", ["all_gather", "reduce_scatter"])
@@ -107,8 +237,8 @@ def test_gate_stops_wrong_results(tmp_path, wrong):
         f"import sys\nsys.path.insert(0, {str(ROOT / 'bench')!r})\n"
         "import backends, overlap\n"
         "class Wrong(backends.Gloo):\n"
-        f"    def {wrong}(self, out, inp, *, async_op=False):\n"
-        f"        super().{wrong}(out, inp)\n"
+        f"    def {wrong}(self, out, *rest, async_op=False):\n"
+        f"        super().{wrong}(out, *rest)\n"
         "        out[-1] += backends.dist.get_rank() == 1\n"
         "backends.BACKENDS['wrong'] = Wrong\n"
         "overlap.main()\n"
@@ -123,3 +253,11 @@ def test_arguments_refused():
     for args in (["-B", "nccl"], ["--shapes", "8x8"], ["--collectives", "gather"]):
         done = run([sys.executable, ROOT / "bench" / "overlap.py", *args], environment())
         assert done.code == 2, done.out
+
+
+@pytest.mark.parametrize("args", ["-B nccl", "-d float8", "-o mean", "-f 1", "-b 1T", "-n 0", "-a 4", "-w -1"])
+def test_arguments_of_collectives_refused(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["collectives.py", *args.split()])
+    with pytest.raises(SystemExit) as ended:
+        collectives.parse_args()
+    assert ended.value.code == 2

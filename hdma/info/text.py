@@ -1,0 +1,117 @@
+"""The report for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_MATRIX_RANKS = 16
+_MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+_LINKS = {"self": ".", "memory": "mem", "tcp": "tcp", "": "-"}
+
+
+def report(found: dict[str, Any]) -> str:
+    versions, machine = found["versions"], found["machine"]
+    packages = [f"{name} {versions[name] or '-'}" for name in ("python", "numpy", "torch", "mpi4py", "ml_dtypes")]
+    mpi = found["mpi"]
+    if mpi and mpi["mpi"]:
+        packages[3] += f" ({mpi['mpi']} {mpi['version']})"
+    features = [name if there else f"no {name}" for name, there in machine["features"].items()]
+    parts = [
+        "\n".join(
+            [
+                f"hdma {versions['hdma']}, its core by {versions['compiler'] or 'an unknown compiler'}; "
+                + ", ".join(packages),
+                f"{machine['name']}: {machine['cpu']} ({', '.join(features)}), {machine['cpus']} CPUs, "
+                f"{found['limits']['memory']['total_nbytes'] / 2**30:.1f} GiB; {machine['system']}",
+                _used("wires", found["wires"]) + "; " + _used("devices", found["devices"]),
+            ]
+        ),
+        _job(found["job"]),
+        _groups(found["groups"]),
+        "\n".join(check(row) for row in found["checks"]),
+        _summary(found["checks"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def check(row: dict[str, Any]) -> str:
+    """Verdict, name, evidence; the remedy below."""
+    where = f"{row['where']}: " if row.get("where") else ""
+    lines = [f"{_MARKS[row['verdict']]}  {row['name']:<14} {where}{row['evidence']}"]
+    if row["remedy"]:
+        lines.append(f"{'':21}-> {row['remedy']}")
+    return "\n".join(lines)
+
+
+def settings(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of variables, then what is wrong with those that are set."""
+    cells = [("variable", "value", "default", "all ranks", "meaning")]
+    wrong = []
+    for row in rows:
+        value = row["set"] if row["error"] or not row["known"] else _shown(row["value"])
+        value += " (default)" if row["known"] and not (row["set"] or "").strip() else ""
+        equal = "equal" if row["agree"] else ""
+        cells.append((row["name"], value, _shown(row["default"]) if row["known"] else "", equal, row["meaning"]))
+        if row["error"]:
+            wrong.append(f"FAIL  {row['error']}")
+        elif row["nearest"]:
+            wrong.append(f"WARN  {row['name']} has no effect: did you mean {row['nearest']}?")
+        elif not row["known"]:
+            wrong.append(f"WARN  {row['name']} has no effect: there is no such variable")
+    return "\n".join([_columns(cells), *([""] if wrong else []), *wrong])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value and value % (1 << 20) == 0:
+        return f"{value >> 20} MiB"
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _used(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    used = [row["name"] for row in rows if row["used"]]
+    idle = [row["name"] for row in rows if not row["used"] and (row["library"] or row["devices"])]
+    return f"{title}: {', '.join(used)}" + (f" (found, not used yet: {', '.join(idle)})" if idle else "")
+
+
+def _job(job: dict[str, Any]) -> str:
+    if not job["nodes"]:
+        return ""
+    lines = [
+        f"{job['size']} ranks by {job['launcher']}, {_count(len(job['nodes']), 'node')} x "
+        f"{_count(len(job['nodes'][0]), 'rank')}"
+    ]
+    for number, ranks in enumerate(job["nodes"]):
+        who = ", ".join(f"{rank} (pid {job['pids'][rank]})" for rank in ranks)
+        hosts = ", ".join(dict.fromkeys(job["hosts"][rank] for rank in ranks))
+        lines.append(f"node {number} on {hosts}: ranks {who}")
+    if job["size"] <= _MATRIX_RANKS:
+        cells = [["from \\ to", *map(str, range(job["size"]))]]
+        cells += [[str(rank), *(_LINKS[link] for link in row)] for rank, row in enumerate(job["links"])]
+        lines += ["", _columns(cells), "mem: shared memory of node mates; tcp: to the rail peer; -: relayed by a mate"]
+    return "\n".join(lines)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> str:
+    cells: list[tuple[str, ...]] = [("nodes x ranks", "slot", "window", "flags", "a node in all", "descriptors")]
+    for row in rows:
+        sizes = [f"{row[key] / 1024:.0f} KiB" for key in ("slot_nbytes", "window_nbytes", "flags_nbytes")]
+        node = f"{row['node_nbytes'] / 2**20:.1f} MiB"
+        grid = f"{row['nodes']}x{row['ranks_per_node']}"
+        cells.append((grid, *sizes, node, str(row["descriptors"])))
+    title = "One communicator takes of each rank (the window at its first collective):"
+    return f"{title}\n{_columns(cells)}" if rows else ""
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in _MARKS}
+    return f"{len(rows)} checks: {counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed"
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
