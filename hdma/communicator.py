@@ -26,7 +26,7 @@ DEFAULT_CHUNK_NBYTES = 256 << 10
 _SPIN_S = 20e-6
 
 
-_NOTHING = Buffer(0, 0, 1, "bytes")
+_NOTHING = Buffer(0, 0, 0, 1, "bytes")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
