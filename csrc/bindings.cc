@@ -99,12 +99,72 @@ struct ArrayStruct {
     PyObject *descr;
 };
 
-// Address and flags (numpy's: 1 contiguous, 0x400 writable) of a numpy array: a tenth of the time of `.ctypes.data`.
-std::pair<uintptr_t, int> array_address(nb::handle array) {
-    nb::object capsule = array.attr("__array_struct__");
-    auto *found = static_cast<ArrayStruct *>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
-    if (!found) throw nb::python_error();
-    return {reinterpret_cast<uintptr_t>(found->data), found->flags};
+PyStructSequence_Field buffer_fields[] = {{"address", nullptr}, {"numel", nullptr},  {"nbytes", nullptr},
+                                          {"itemsize", nullptr}, {"dtype", nullptr}, {nullptr, nullptr}};
+PyStructSequence_Desc buffer_desc = {"hdma._core.Buffer", "`numel` elements of `itemsize` bytes at `address`.",
+                                     buffer_fields, 5};
+PyTypeObject *buffer_type = nullptr;
+
+// Attributes by interned names: half of the time of asking by C strings.
+struct Names {
+    PyObject *dtype, *array_struct, *is_cpu, *is_contiguous, *is_neg, *is_conj, *numel, *data_ptr;
+    void intern() {
+        dtype = PyUnicode_InternFromString("dtype");
+        array_struct = PyUnicode_InternFromString("__array_struct__");
+        is_cpu = PyUnicode_InternFromString("is_cpu");
+        is_contiguous = PyUnicode_InternFromString("is_contiguous");
+        is_neg = PyUnicode_InternFromString("is_neg");
+        is_conj = PyUnicode_InternFromString("is_conj");
+        numel = PyUnicode_InternFromString("numel");
+        data_ptr = PyUnicode_InternFromString("data_ptr");
+    }
+} names;
+
+nb::object checked(PyObject *result) {
+    if (!result) throw nb::python_error();
+    return nb::steal(result);
+}
+nb::object get(nb::handle object, PyObject *name) { return checked(PyObject_GetAttr(object.ptr(), name)); }
+nb::object call(nb::handle object, PyObject *name) { return checked(PyObject_CallMethodNoArgs(object.ptr(), name)); }
+bool says(nb::handle object, PyObject *name) { return call(object, name).ptr() == Py_True; }
+
+nb::object make_buffer(uintptr_t address, int64_t numel, nb::handle known) {
+    nb::object dtype = nb::borrow(PyTuple_GET_ITEM(known.ptr(), 0)), itemsize = nb::borrow(PyTuple_GET_ITEM(known.ptr(), 1));
+    nb::object made = checked(PyStructSequence_New(buffer_type));
+    PyStructSequence_SetItem(made.ptr(), 0, PyLong_FromUnsignedLongLong(address));
+    PyStructSequence_SetItem(made.ptr(), 1, PyLong_FromLongLong(numel));
+    PyStructSequence_SetItem(made.ptr(), 2, PyLong_FromLongLong(numel * nb::cast<int64_t>(itemsize)));
+    PyStructSequence_SetItem(made.ptr(), 3, itemsize.release().ptr());
+    PyStructSequence_SetItem(made.ptr(), 4, dtype.release().ptr());
+    return made;
+}
+
+// A numpy array that is contiguous (and writable, where that is asked for), of a dtype in `known`; None otherwise.
+// In one call and by numpy's own structure: a third of the time of asking the array in Python.
+nb::object array_buffer(nb::handle array, const nb::dict &known, bool writable) {
+    constexpr int kContiguous = 0x1, kWritable = 0x400;
+    nb::object dtype = get(array, names.dtype);
+    nb::handle found = PyDict_GetItemWithError(known.ptr(), dtype.ptr());
+    if (!found.is_valid()) return nb::none();
+    nb::object capsule = get(array, names.array_struct);
+    auto *a = static_cast<ArrayStruct *>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+    if (!a) throw nb::python_error();
+    int needed = kContiguous | (writable ? kWritable : 0);
+    if ((a->flags & needed) != needed) return nb::none();
+    int64_t numel = 1;
+    for (int i = 0; i < a->dimensions; ++i) numel *= a->shape[i];
+    return make_buffer(reinterpret_cast<uintptr_t>(a->data), numel, found);
+}
+
+// The same of a dense torch tensor in host memory.
+nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
+    nb::object dtype = get(tensor, names.dtype);
+    nb::handle found = PyDict_GetItemWithError(known.ptr(), dtype.ptr());
+    if (!found.is_valid() || get(tensor, names.is_cpu).ptr() != Py_True || !says(tensor, names.is_contiguous) ||
+        says(tensor, names.is_neg) || (PyTuple_GET_ITEM(found.ptr(), 2) == Py_True && says(tensor, names.is_conj)))
+        return nb::none();
+    return make_buffer(nb::cast<uintptr_t>(call(tensor, names.data_ptr)), nb::cast<int64_t>(call(tensor, names.numel)),
+                       found);
 }
 
 std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
@@ -169,7 +229,11 @@ NB_MODULE(_core, m) {
         });
 
     nb::class_<RequestHandle>(m, "Request").def("__init__", &make_request);
-    m.def("array_address", &array_address, "Address and flags of a numpy array.");
+    names.intern();
+    buffer_type = PyStructSequence_NewType(&buffer_desc);
+    m.attr("Buffer") = nb::handle(reinterpret_cast<PyObject *>(buffer_type));
+    m.def("array_buffer", &array_buffer);
+    m.def("tensor_buffer", &tensor_buffer);
 
     nb::class_<Ticket>(m, "Ticket")
         .def("wait",

@@ -1,6 +1,7 @@
 """csrc/bindings.cc; private to hdma/communicator.py."""
 
 from collections.abc import Sequence
+from typing import Any
 
 def flags_nbytes(flag_count: int) -> int: ...
 
@@ -19,7 +20,16 @@ class Request:
         pushes: bool,
     ) -> None: ...
 
-def array_address(array: object) -> tuple[int, int]: ...
+class Buffer:
+    address: int
+    numel: int
+    nbytes: int
+    itemsize: int
+    dtype: str
+    def __init__(self, fields: Sequence[object]) -> None: ...
+
+def array_buffer(array: object, known: dict[Any, tuple[str, int, bool]], writable: bool) -> Buffer | None: ...
+def tensor_buffer(tensor: object, known: dict[Any, tuple[str, int, bool]]) -> Buffer | None: ...
 
 class Ticket:
     def wait(self, timeout_s: float) -> bool: ...
