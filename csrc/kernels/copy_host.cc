@@ -41,19 +41,12 @@ constexpr bool can_stream = false;
 }  // namespace
 
 void copy_streaming(void *dst, const void *src, size_t nbytes) {
-    if (nbytes < kWorthwhileNbytes) {
-        std::memcpy(dst, src, nbytes);
-    } else {
-        stream_block(dst, src, nbytes);
-        end_stream();
-    }
-}
-
-void stream_block(void *dst, const void *src, size_t nbytes) {
-    if (can_stream)
+    if (can_stream && nbytes >= kWorthwhileNbytes) {
         stream(static_cast<char *>(dst), static_cast<const char *>(src), nbytes);
-    else
+        end_stream();
+    } else {
         std::memcpy(dst, src, nbytes);
+    }
 }
 
 void end_stream() {

@@ -16,8 +16,7 @@ namespace hdma {
 // memcpy for a destination that nobody reads soon.
 void copy_streaming(void *dst, const void *src, size_t nbytes);
 
-// The same in blocks: end_stream() after the last one makes all of them older than any later flag.
-void stream_block(void *dst, const void *src, size_t nbytes);
+// Makes non-temporal stores older than any later flag.
 void end_stream();
 
 }  // namespace hdma

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "../base.h"
 #include "copy_host.h"
@@ -28,7 +27,8 @@ struct Loops {
     void (*start)(void *acc, const char *src, size_t n);
     void (*accumulate[kOps])(void *acc, const char *src, size_t n);
     void (*finish)(char *dst, const void *acc, size_t n, int divisor);
-    void (*fused[kMostFused + 1])(char *dst, const char *const *srcs, size_t n, int divisor);  // sums; may be null
+    // Sums; may be null.
+    void (*fused[kMostFused + 1])(char *dst, const char *const *srcs, size_t n, int divisor, bool streaming);
 };
 
 #define HDMA_ISA baseline
@@ -38,6 +38,8 @@ struct Loops {
 #undef HDMA_ISA
 
 #if defined(__x86_64__)
+// gcc 12 takes the undefined lanes in its own intrinsics for variables that were forgotten.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #define HDMA_ISA avx2
@@ -75,29 +77,20 @@ Loops loops_of(Dtype dtype) {
 void reduce_host(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
                  Dtype src_type, size_t element_count, bool streaming) {
     const Loops in = loops_of(src_type), out = loops_of(dst_type);
-    bool sums = op == Op::Sum || op == Op::Avg;
-    auto fused = sums && src_type == dst_type && source_count <= kMostFused ? in.fused[source_count] : nullptr;
-    size_t in_nbytes = dtype_nbytes(src_type), out_nbytes = dtype_nbytes(dst_type);
     auto *to = static_cast<char *>(dst);
-    std::vector<const char *> from(source_count);
-    for (size_t s = 0; s < source_count; ++s) from[s] = static_cast<const char *>(srcs[s]);
-    if (fused && !streaming) return fused(to, from.data(), element_count, divisor);
-    alignas(64) char acc[kBlock * 8], result[kBlock * 8];
+    auto *from = reinterpret_cast<const char *const *>(srcs);
+    bool sums = op == Op::Sum || op == Op::Avg;
+    if (sums && src_type == dst_type && source_count <= kMostFused && in.fused[source_count])
+        return in.fused[source_count](to, from, element_count, divisor, streaming);
+    size_t in_nbytes = dtype_nbytes(src_type), out_nbytes = dtype_nbytes(dst_type);
+    alignas(64) char acc[kBlock * 8];
     for (size_t at = 0; at < element_count; at += kBlock) {
         size_t n = std::min(kBlock, element_count - at);
-        char *block = streaming ? result : to;
-        if (fused) {
-            fused(block, from.data(), n, divisor);
-        } else {
-            in.start(acc, from[0], n);
-            for (size_t s = 1; s < source_count; ++s) in.accumulate[static_cast<int>(op)](acc, from[s], n);
-            out.finish(block, acc, n, divisor);
-        }
-        if (streaming) stream_block(to, result, n * out_nbytes);
-        for (auto &p : from) p += n * in_nbytes;
-        to += n * out_nbytes;
+        in.start(acc, from[0] + at * in_nbytes, n);
+        for (size_t s = 1; s < source_count; ++s)
+            in.accumulate[static_cast<int>(op)](acc, from[s] + at * in_nbytes, n);
+        out.finish(to + at * out_nbytes, acc, n, divisor);
     }
-    if (streaming) end_stream();
 }
 
 }  // namespace hdma
