@@ -169,7 +169,7 @@ nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
 
 std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
                                     double timeout_s, double spin_s, std::vector<std::string> flag_names,
-                                    const std::vector<std::tuple<int, int, int, int>> &peers,
+                                    const std::vector<std::tuple<int, int, int, int, int>> &peers,
                                     const std::vector<std::tuple<int, int, std::string>> &control,
                                     const std::vector<std::tuple<int, int, int>> &tcp) {
     Engine::Config config;
@@ -182,8 +182,8 @@ std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_
     config.spin_ns = static_cast<int64_t>(spin_s * 1e9);
     config.flag_names = std::move(flag_names);
     config.interrupted = interrupted;
-    for (auto [peer, flags_fd, window_fd, doorbell_fd] : peers)
-        config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd)});
+    for (auto [peer, flags_fd, window_fd, doorbell_fd, pid] : peers)
+        config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd), pid});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
     for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
     return std::make_unique<Engine>(std::move(config));
@@ -211,6 +211,14 @@ NB_MODULE(_core, m) {
     m.doc() = "The C++ core of hdma: see csrc/engine.h. Private: use hdma.Communicator.";
     m.def("flags_nbytes", [](size_t flag_count) { return Shared::nbytes(flag_count * sizeof(Word)); },
           "Bytes of the memory that a rank's flags and call records take.");
+
+    m.def("read_process",
+          [](int pid, uint64_t address, size_t nbytes) -> nb::object {
+              std::string bytes(nbytes, '\0');
+              if (!read_process(pid, bytes.data(), address, nbytes)) return nb::none();
+              return nb::bytes(bytes.data(), nbytes);
+          },
+          "Bytes of another process's memory, None where the system forbids it.");
 
     nb::register_exception_translator([](const std::exception_ptr &pointer, void *) {
         try {

@@ -8,7 +8,7 @@ Calls::Calls(int rank, int size, Shared &shared, Fault &fault)
     for (auto &calls : departed_) calls.store(kHere);
 }
 
-Fingerprint Calls::begin(const CallText &text) {
+Fingerprint Calls::begin(const CallText &text, const void *input) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_.check();
     mine_.follow(text);
@@ -18,6 +18,7 @@ Fingerprint Calls::begin(const CallText &text) {
     Board &own = shared_.board(rank_);
     Board::Record &record = own.records[call % kRecords];
     record.fingerprint = mine_;
+    record.input = reinterpret_cast<uintptr_t>(input);
     record.call.store(mine_.call, std::memory_order_seq_cst);
     own.latest_call.store(mine_.call, std::memory_order_seq_cst);
 

@@ -23,7 +23,8 @@ class Calls {
     Calls(int rank, int size, Shared &shared, Fault &fault);
 
     // The next call. Throws Error where the communicator has ended or the ranks differ.
-    Fingerprint begin(const CallText &text);
+    // `input`: see Board::Record.
+    Fingerprint begin(const CallText &text, const void *input);
     void heard(int peer, const Fingerprint &theirs);
     // The peer has closed its communicator after so many calls.
     void departed(int peer, uint64_t calls);

@@ -9,7 +9,7 @@ namespace hdma {
 namespace {
 
 // Shards from this length on leave the caches before the caller can read them all.
-constexpr int64_t kStreamingNbytes = 1 << 20;
+constexpr int64_t kStreamingNbytes = 2 << 20;
 // How often a wait looks whether the user has pressed Ctrl-C.
 constexpr int64_t kInterruptNs = 200 * 1000 * 1000;
 
@@ -77,7 +77,7 @@ Engine::Engine(Config config) : config_(std::move(config)), base_(config_.ring_c
     std::vector<WindowPart> windows;
     for (Peer &peer : config_.peers) {
         shared.push_back({peer.rank, std::move(peer.flags), std::move(peer.doorbell)});
-        windows.push_back({peer.rank, std::move(peer.window)});
+        windows.push_back({peer.rank, std::move(peer.window), peer.pid});
     }
     int rank = config_.rank, size = config_.size;
     shared_ = std::make_unique<Shared>(rank, size, std::move(shared), config_.flag_count * sizeof(Word), config_.spin_ns, fault_);
@@ -171,7 +171,7 @@ void Engine::execute(const Call &call, Ticket *ticket) try {
         ~Walking() { who = std::thread::id(); }
         std::atomic<std::thread::id> &who;
     } walking(walking_);
-    fingerprint_ = calls_->begin(call.request->text);
+    fingerprint_ = calls_->begin(call.request->text, call.input);
     if (config_.size > 1 && !windows_open_) open_windows(!ticket);
     uint32_t mark = 0;
     for (const Piece &piece : call.request->pieces) {
@@ -225,6 +225,12 @@ char *Engine::address(const Place &place, const Call &call, const Piece &piece, 
     }
 }
 
+// Of a place in a mate's input: the flag that was waited for says that the mate is in this call, and so its record.
+uint64_t Engine::mates_address(const Place &place, const Piece &piece, int64_t offset) {
+    const Board::Record &record = shared_->board(place.rank).records[(fingerprint_.call - 1) % kRecords];
+    return record.input + place.shard * piece.input_stride + offset + place.offset;
+}
+
 void Engine::walk(const Call &call, const Piece &piece, int64_t offset, uint32_t first_mark, Ticket *ticket) {
     const Request &request = *call.request;
     const LoadedPlan &plan = *piece.plan;
@@ -253,7 +259,10 @@ void Engine::walk(const Call &call, const Piece &piece, int64_t offset, uint32_t
                 const Place *sources = &plan.sources[step.first_source];
                 bool streaming = step.dst.space == Space::Output && piece.output_stride >= kStreamingNbytes;
                 if (step.source_count == 1 && sources->wire == step.dst.wire) {
-                    device_->copy(dst, address(*sources, call, piece, offset), step.dst.nbytes, streaming);
+                    if (sources->space == Space::Input && sources->rank != config_.rank)
+                        device_->read(sources->rank, dst, mates_address(*sources, piece, offset), step.dst.nbytes);
+                    else
+                        device_->copy(dst, address(*sources, call, piece, offset), step.dst.nbytes, streaming);
                     ++copies;
                     copied += step.dst.nbytes;
                     break;

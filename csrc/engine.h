@@ -80,6 +80,7 @@ class Engine {
     struct Peer {
         int rank;  // this rank or a node mate
         Fd flags, window, doorbell;
+        int pid;  // of a mate whose tensors may be read directly, or 0
     };
     struct Config {
         int rank, size;
@@ -119,6 +120,7 @@ class Engine {
     void hold(bool callers_thread, const std::string &waits_for, Wait wait);
     [[noreturn]] void time_out(const std::string &waits_for);
     char *address(const Place &place, const Call &call, const Piece &piece, int64_t offset);
+    uint64_t mates_address(const Place &place, const Piece &piece, int64_t offset);
     void work();
     void drain_queue(std::unique_lock<std::mutex> &lock);
 

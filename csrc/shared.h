@@ -42,8 +42,9 @@ struct Board {
     std::atomic<uint32_t> proxy_asleep;
     std::atomic<uint64_t> latest_call;  // number of the last call begun
     struct alignas(64) Record {
-        std::atomic<uint64_t> call;  // stored after `fingerprint`
+        std::atomic<uint64_t> call;  // stored after the rest
         Fingerprint fingerprint;
+        uint64_t input;  // address of the caller's input, for mates that read it directly
     } records[kRecords];  // calls by number modulo kRecords
 };
 

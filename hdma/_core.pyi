@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 def flags_nbytes(flag_count: int) -> int: ...
+def read_process(pid: int, address: int, nbytes: int) -> bytes | None: ...
 
 class Plan:
     def __init__(self, steps: bytes, sources: bytes, spans: bytes) -> None: ...
@@ -49,7 +50,7 @@ class Engine:
         timeout_s: float,
         spin_s: float,
         flag_names: list[str],
-        peers: list[tuple[int, int, int, int]],
+        peers: list[tuple[int, int, int, int, int]],
         control: list[tuple[int, int, str]],
         tcp: list[tuple[int, int, int]],
     ) -> None: ...

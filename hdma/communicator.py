@@ -14,6 +14,7 @@ from typing import Any
 from hdma import _core, connect, env
 from hdma.errors import Error, UsageError
 from hdma.layout import Layout
+from hdma.reach import readable_mates
 from hdma.rendezvous import Rendezvous
 from hdma.requests import OPS, Prepared, Requests
 from hdma.tensors import buffer, dtype_name
@@ -61,6 +62,8 @@ class Communicator:
         self._layout = Layout.for_window(self.topology, SLOTS, env.WINDOW_NBYTES.read(), chunk_nbytes)
         flag_count = self._layout.flag_count
         connect.connect(rendezvous, peers, _core.flags_nbytes(flag_count), self._timeout_s)
+        alone = self.nodes == 1 and self.size > 1
+        pids = readable_mates(rendezvous, self._timeout_s) if alone else {}
         threads = peers.host_ranks * (1 if self.nodes == 1 else 2)
         self._engine = _core.Engine(
             rank=self.rank,
@@ -72,11 +75,11 @@ class Communicator:
             # A thread that spins on a core which the awaited one needs only makes it later.
             spin_s=_SPIN_S if threads <= peers.host_cpus else 0.0,
             flag_names=self._layout.flag_names(self.rank),
-            peers=[(rank, *fds) for rank, fds in peers.memory.items()],
+            peers=[(rank, *fds, pids.get(rank, 0)) for rank, fds in peers.memory.items()],
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
             tcp=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
         )
-        self._requests = Requests(self._layout, self.rank)
+        self._requests = Requests(self._layout, self.rank, direct=bool(pids))
         self._in_flight: deque[Work] = deque()
         self._closed = False
         self._pid = os.getpid()

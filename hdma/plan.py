@@ -91,6 +91,7 @@ class Variant:
     skew: chunks by which the issue order lets early phases run ahead (0 for two walkers, 1 for one in-order walker).
     shard_major: all chunks of a shard before the next shard, so that shards complete one after the other.
     root: the rank that a broadcast starts from.
+    direct: node mates read each other's tensors; for one node.
     """
 
     element_nbytes: int = 1
@@ -98,6 +99,7 @@ class Variant:
     skew: int = 1
     shard_major: bool = False
     root: int = 0
+    direct: bool = False
 
     def __post_init__(self) -> None:
         element, wire = self.element_nbytes, self.wire_nbytes
@@ -150,7 +152,11 @@ class Steps:
         self._phase += 1
 
     def place(self, space: str, shard: int, chunk: Chunk) -> Place:
-        return Place(space, self.rank, shard, chunk.offset, chunk.nbytes)
+        return self.tensor(space, self.rank, shard, chunk)
+
+    def tensor(self, space: str, rank: int, shard: int, chunk: Chunk) -> Place:
+        """In the caller's tensors of this rank or (`direct`, to read from its input) of a node mate."""
+        return Place(space, rank, shard, chunk.offset, chunk.nbytes)
 
     def slot(self, ring: Ring, index: int, chunk: Chunk, wire: bool = False) -> Place:
         nbytes = chunk.nbytes * (self.variant.wire_ratio if wire else 1)
@@ -247,6 +253,8 @@ class Plan:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Pieces of a shard. An empty shard is one empty chunk, so that empty calls are ordered like any other."""
+        if self.variant.direct:
+            return (Chunk(0, 0, self.nbytes),)
         element = self.variant.element_nbytes
         count = max(1, -(-self.nbytes // self.chunk_nbytes(self.layout, self.variant)))
         elements = self.nbytes // element

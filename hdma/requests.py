@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hdma import _core
-from hdma.algorithms import build, max_shard_nbytes
+from hdma.algorithms import DIRECT, build, max_shard_nbytes
 from hdma.compile import compile_rank
 from hdma.errors import UsageError
 from hdma.layout import Layout
@@ -26,6 +26,9 @@ FLOATS = tuple(name for name in REDUCED if "float" in name)
 # All-reduces up to this size go in one shot. Measured on the host (bench/results/): above, the bytes cost more than the
 # second round of flags.
 ONCE_NBYTES = 32 << 10
+# Shards that node mates read where they are. Measured likewise: shorter ones do not earn a system call, longer ones go
+# quicker through windows that stay in the caches, with stores that spare them.
+DIRECT_NBYTES = range(32 << 10, (2 << 20) + 1)
 _CACHED = 256
 
 
@@ -50,7 +53,9 @@ class _Piece(NamedTuple):
 class Requests:
     """The requests of one rank on one layout. Raises `UsageError` for dtypes and operations that there are not."""
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int, direct: bool = False) -> None:
+        """`direct`: node mates may read each other's tensors."""
+        self._direct = direct
         self._layout, self._rank, self._size = layout, rank, layout.topology.size
         # The C cache: as quick as a dictionary, and threads may share it.
         self.moved = lru_cache(_CACHED)(self._moved)
@@ -67,7 +72,8 @@ class Requests:
         if operation == "barrier":
             # An AllGather of nothing: complete when a flag has come from every rank.
             operation, text = "all_gather", "barrier()"
-        variant = Variant(itemsize, shard_major=started, root=root)
+        direct = self._direct and operation in DIRECT and not started and nbytes in DIRECT_NBYTES
+        variant = Variant(itemsize, shard_major=started, root=root, direct=direct)
         pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
         return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, (0, 0, 0), started, False)
 

@@ -2,7 +2,7 @@
 //
 // Protocol: the engine hands over the steps of its lanes in issue order; a device executes those of one lane in order.
 //
-// Threading: allocate_window, copy, reduce, wait, raise: the thread that walks (the caller's, or the worker).
+// Threading: allocate_window, copy, read, reduce, wait, raise: the thread that walks (the caller's, or the worker).
 // window: any.
 //
 // Ordering: raise() comes after everything that the lane wrote before it, for whoever sees the flag raised; what
@@ -27,6 +27,8 @@ class Device {
 
     // `streaming`: nobody reads the destination soon.
     virtual void copy(void *dst, const void *src, size_t nbytes, bool streaming) = 0;
+    // From `src` in the memory of a node mate's process; only where start-up found that possible.
+    virtual void read(int mate, void *dst, uint64_t src, size_t nbytes) = 0;
     // dst = the sources combined in their order, accumulated wide, divided and rounded once; of one source a copy.
     virtual void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
                         Dtype src_type, size_t element_count, bool streaming) = 0;
@@ -39,7 +41,11 @@ class Device {
 struct WindowPart {
     int rank;
     Fd memory;
+    int pid;
 };
+
+// Whether all bytes could be read, by process_vm_readv.
+bool read_process(int pid, void *dst, uint64_t src, size_t nbytes);
 
 // Host memory as a device (host.cc).
 std::unique_ptr<Device> host_device(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes,

@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -25,12 +26,13 @@ namespace {
 class Host final : public Device {
   public:
     Host(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes, Shared &shared)
-        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), windows_(size) {
+        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), windows_(size), pids_(size) {
         for (WindowPart &part : parts) {
             void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, part.memory.get(), 0);
             if (at == MAP_FAILED)
                 throw Error(Kind::Device, format("rank %d cannot map the window of rank %d (%zu bytes): %s", rank,
                                                  part.rank, window_nbytes, errno_text(errno).c_str()));
+            pids_[part.rank] = part.pid;
             windows_[part.rank] = static_cast<char *>(at);
             if (part.rank == rank) memory_ = std::move(part.memory);
         }
@@ -66,6 +68,13 @@ class Host final : public Device {
             memcpy(dst, src, nbytes);
     }
 
+    void read(int mate, void *dst, uint64_t src, size_t nbytes) override {
+        if (!read_process(pids_[mate], dst, src, nbytes))
+            throw Error(Kind::Device, format("rank %d cannot read %zu bytes of rank %d (pid %d): %s. It has ended, or gave its "
+                                             "tensor's memory back during the call",
+                                             rank_, nbytes, mate, pids_[mate], errno_text(errno).c_str()));
+    }
+
     void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
                 Dtype src_type, size_t element_count, bool streaming) override {
         if (source_count == 1 && dst_type == src_type && divisor == 1)
@@ -87,10 +96,26 @@ class Host final : public Device {
     size_t window_nbytes_;
     Shared &shared_;
     Fd memory_;  // of this rank's window
+    std::vector<int> pids_;
     std::vector<char *> windows_;  // by rank; null but for this rank and its node mates
 };
 
 }  // namespace
+
+bool read_process(int pid, void *dst, uint64_t src, size_t nbytes) {
+    auto *to = static_cast<char *>(dst);
+    while (nbytes) {
+        iovec local{to, nbytes}, remote{reinterpret_cast<void *>(src), nbytes};
+        ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) {
+            if (n == 0) errno = EFAULT;
+            return false;
+        }
+        to += n, src += n, nbytes -= n;
+    }
+    return true;
+}
 
 std::unique_ptr<Device> host_device(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes,
                                     Shared &shared) {

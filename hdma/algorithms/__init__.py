@@ -22,9 +22,13 @@ BUILDERS: dict[str, Builder] = {
 }
 # Those whose shards can be pushed or waited for one by one.
 SHARD_MAJOR = ("all_gather", "reduce_scatter")
+# Those that can read node mates' tensors where they are.
+DIRECT = ("all_gather", "broadcast", "all_to_all")
 
 # Chunks of one plan. More hide the fill and drain of the pipeline better; fewer keep a plan small.
 MAX_CHUNKS = 16
+# Nothing bounds a read of a mate's tensor; longer ones only make a wait for all of it longer than need be.
+MAX_DIRECT_NBYTES = 1 << 30
 # AllGather gives a slot back this many skews after it was written; the next write must not wait for that.
 MIN_SLOTS_PER_SKEW = 3
 
@@ -34,6 +38,8 @@ def max_shard_nbytes(layout: Layout, variant: Variant) -> int:
 
     Raises `UsageError` where not even one element fits a slot.
     """
+    if variant.direct:
+        return MAX_DIRECT_NBYTES
     chunks = layout.slots if variant.shard_major else MAX_CHUNKS
     longest = chunks * Plan.chunk_nbytes(layout, variant)
     if not longest:
@@ -52,6 +58,8 @@ def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan
         raise UsageError(f"{nbytes} bytes are not whole elements of {variant.element_nbytes} bytes")
     if variant.shard_major and operation not in SHARD_MAJOR:
         raise UsageError(f"{operation} has no shard-major plan: {', '.join(SHARD_MAJOR)} have")
+    if variant.direct and (operation not in DIRECT or layout.topology.nodes > 1 or variant.shard_major):
+        raise UsageError(f"only {', '.join(DIRECT)} within one node read tensors directly, not {operation} ({variant})")
     if not 0 <= variant.root < layout.topology.size:
         raise UsageError(f"root must be a rank, 0 to {layout.topology.size - 1}, not {variant.root}")
     if layout.slots < MIN_SLOTS_PER_SKEW * variant.skew + 1:

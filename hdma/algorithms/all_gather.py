@@ -16,14 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hdma.algorithms.direct import read_mates
 from hdma.layout import Flag, Ring
 from hdma.plan import Chunk, Place, Steps
 
 
 def all_gather(s: Steps) -> None:
     """Writes the steps of AllGather; output shard r is the input of rank r."""
+    everyone = frozenset(range(s.topology.size))
+    if s.variant.direct:
+        read_mates(s, everyone, lambda q, c: s.tensor("input", q, 0, c), lambda q, c: s.place("output", q, c), True)
+        return
     s.uses(stage=len(s.chunks), rail=len(s.chunks))
-    gather(Gather(s, senders=frozenset(range(s.topology.size)), own=lambda c: s.place("input", 0, c), copies_own=True))
+    gather(Gather(s, senders=everyone, own=lambda c: s.place("input", 0, c), copies_own=True))
     s.phase()
     s.leave()
 

@@ -13,6 +13,7 @@ Lanes: near = scatter; rail = forwarding and delivery; put, credit = the proxy.
 
 from __future__ import annotations
 
+from hdma.algorithms.direct import read_mates
 from hdma.algorithms.reduce_scatter import (
     count_rails_of_mates,
     credit_scattered,
@@ -28,6 +29,12 @@ from hdma.plan import Chunk, Place, Steps
 def all_to_all(s: Steps) -> None:
     """Writes the steps of AllToAll; output shard q is shard `rank` of the input of rank q."""
     t, skew = s.topology, s.variant.skew
+    if s.variant.direct:
+        everyone = frozenset(range(t.size))
+        read_mates(
+            s, everyone, lambda q, c: s.tensor("input", q, s.rank, c), lambda q, c: s.place("output", q, c), True
+        )
+        return
     s.uses(scatter=parts(s), sum=len(s.chunks) * t.ranks_per_node, rail=len(s.chunks) * t.ranks_per_node)
     order = [(c, d) for c in s.chunks for d in range(t.nodes)]
     sent: list[tuple[Chunk, int, int]] = []

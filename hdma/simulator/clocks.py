@@ -60,6 +60,7 @@ class Clocks:
         self._known: dict[int, list[Clock]] = {}
         self._leaves: dict[int, Clock] = {}
         self._loose: dict[int, list[tuple[int, int]]] = {}
+        self._entered: dict[int, list[tuple[int, int]]] = {}
 
     def forget_tensors(self, first_cell: int) -> None:
         """Before a call: cells from `first_cell` on are the caller's new tensors, which no lane has touched."""
@@ -110,8 +111,12 @@ class Clocks:
                 if not script.inputs_at <= cell < script.outputs_at:  # Nobody writes an input that is no output.
                     self._check_write(cell, clock, component, "reads")
                     self._readers.setdefault(cell, {})[component] = now
-                if op.wire >= 0 and cell >= script.inputs_at:
-                    self._loose.setdefault(op.step.rank, []).append((component, now))
+                if cell >= script.inputs_at:
+                    owner = script.cell_rank(cell)
+                    if owner != op.step.rank:
+                        self._check_entered(owner, clock)
+                    if op.wire >= 0 or owner != op.step.rank:
+                        self._loose.setdefault(owner, []).append((component, now))
         cell = op.dst[0]
         if self.view is None or self._watched(script, cell):
             self._check_write(cell, clock, component, "overwrites")
@@ -130,6 +135,13 @@ class Clocks:
             for cell in cells:
                 self._check_write(cell, clock, self._component[lane], "gives")
 
+    def enter(self, lane: int) -> None:
+        """The lane's rank has made its call: its tensors may be read."""
+        clock, component = self._clock[lane], self._component[lane]
+        if clock is not None and component >= 0:
+            self._fresh[lane] = None
+            self._entered.setdefault(self.numbering.lanes[lane][0], []).append((component, int(clock[component])))
+
     def leave(self, lane: int) -> None:
         clock = self._clock[lane]
         if clock is not None:
@@ -147,6 +159,7 @@ class Clocks:
                     raise Race(f"the lanes of rank {rank} leave while {self._name(component)} may be at its tensors")
         self._loose.clear()
         self._leaves.clear()
+        self._entered.clear()
 
     def _release(self, lane: int) -> Clock:
         """What the lane knows now, for others to learn."""
@@ -164,6 +177,10 @@ class Clocks:
         last = self._writer.get(cell)
         if last is not None and last[0] != component and clock[last[0]] < last[1]:
             raise Race(f"{verb} what {self._name(last[0])} may still be writing")
+
+    def _check_entered(self, rank: int, clock: Clock) -> None:
+        if not any(clock[component] >= then for component, then in self._entered.get(rank, [])):
+            raise Race(f"reads a tensor of rank {rank}, which may not have made its call")
 
     def _watched(self, script: Script, cell: int) -> bool:
         return self.view is None or self._node(script.cell_rank(cell)) == self.view

@@ -74,7 +74,9 @@ def _broadcast(plan: Plan) -> Meaning:
 
 def _all_to_all(plan: Plan) -> Meaning:
     t, put_nbytes = plan.topology, _leaving(plan) * plan.topology.ranks_per_node
-    return Meaning(t.size, t.size, lambda rank, shard: (shard, rank), lambda rank: put_nbytes)
+    return Meaning(
+        t.size, t.size, lambda rank, shard: (shard, rank), lambda rank: put_nbytes, gives=plan.variant.direct
+    )
 
 
 def _leaving(plan: Plan) -> int:

@@ -146,7 +146,9 @@ class Run:
                     self._raise(op.local, self.counts[op.local_count] + op.local_value, op.wire, ~op.wire)
             elif verb == "leave":
                 self.clocks.leave(op.lane)
-            elif verb != "enter":
+            elif verb == "enter":
+                self.clocks.enter(op.lane)
+            else:
                 self._write(script, op)
                 self.clocks.touch(script, op)
                 if op.step.gives is not None:

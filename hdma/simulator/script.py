@@ -189,7 +189,7 @@ class Script:
             if offset < 0 or slot >= self.numbering.rank_slots or within + nbytes > stride:
                 raise self.fail(step, f"{place} is not inside one slot of the window")
             return rank * self.numbering.rank_slots + slot, (within, nbytes, wire)
-        if rank != step.rank:
+        if rank != step.rank and not (self.plan.variant.direct and space == "input" and place is not step.dst):
             raise self.fail(step, f"{place} is a tensor of another rank's caller")
         if lane not in self._open:
             raise self.fail(step, f"{place} is touched outside the lane's enter and leave")
