@@ -61,6 +61,11 @@ def test_groups_under_a_launcher(launch: Callable[..., Finished]) -> None:
     assert done.code == 0, done.out
 
 
+@pytest.mark.parametrize("how", ["allowed", "forbidden"])
+def test_tensors_read_where_they_are(how: str, tmp_path: Path) -> None:
+    run_grid("unreadable.py", (1, 3), tmp_path, how)
+
+
 def test_torch_tensors_under_mpirun() -> None:
     done = mpirun(4, [PROGRAMS / "tensors.py"], environment(HDMA_RANKS_PER_NODE=2, HDMA_TIMEOUT_S=60))
     assert done.code == 0, done.out

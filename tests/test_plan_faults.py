@@ -196,7 +196,7 @@ FAULTS = [
     ("r", "scatter slot reused one early", early_reuse("scatter[1.0].credit"), "may still be reading"),
     ("r", "node sum reused one early", early_reuse("sum[0.1].sent"), "may still be reading"),
     ("r", "rail slot reused one early", early_reuse("rail[2.0].credit"), "may still be reading"),
-    ("a", "wrong slot", wrong_chunk, "overwrites what|not the bytes"),
+    ("a", "wrong slot", wrong_chunk, "overwrites what|may still be writing|not the bytes"),
     ("r", "a source twice", change("reduce", "+", srcs=lambda s: (s.srcs[0], s.srcs[0])), "not the bytes"),
     ("r", "sources in another order", change("reduce", "+", srcs=lambda s: s.srcs[::-1]), "another order"),
     ("a", "put twice", twice("put", "window"), "carries 32 bytes, the minimum is 24"),

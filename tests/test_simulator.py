@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
 import schedules
 from plans import CHUNK_NBYTES, NAMES, calls
 
-from hdma.algorithms import build
+from hdma.algorithms import BUILDERS, DIRECT, build
 from hdma.errors import PlanError, UsageError
 from hdma.layout import Layout
-from hdma.plan import Plan, Variant
+from hdma.plan import Plan, Step, Variant
 from hdma.simulator import prove, simulate
 from hdma.simulator.faults import drops, edited, rejection
 from hdma.simulator.symmetry import check_symmetry
@@ -61,6 +62,35 @@ def test_64x8_is_proved_by_the_view_of_a_node() -> None:
     assert proof.steps > 5_000_000
     assert proof.put_nbytes == [4 * 63 * CHUNK_NBYTES] * 512
     assert time.process_time() - start_s < 120
+
+
+def test_tensors_read_where_they_are() -> None:
+    for mates in (1, 2, 3, 8):
+        layout = Layout(Topology(1, mates), 1, CHUNK_NBYTES)
+        plans = [build(name, layout, 24, Variant(skew=0, direct=True)) for name in DIRECT]
+        plans += [build(name, layout, 24, Variant(skew=0)) for name in BUILDERS]
+        prove([plan for pair in itertools.product(plans, plans) for plan in pair])
+    layout = Layout(Topology(1, 3), 1, CHUNK_NBYTES)
+    staged = build("all_gather", layout, CHUNK_NBYTES, Variant(skew=0))
+    for name in DIRECT:
+        for fault in drops(build(name, layout, CHUNK_NBYTES, Variant(skew=0, direct=True))):
+            assert rejection(fault, staged) is not None, fault.step
+    with pytest.raises(UsageError, match="within one node"):
+        build("all_gather", Layout(Topology(2, 2), 1, CHUNK_NBYTES), CHUNK_NBYTES, Variant(skew=0, direct=True))
+
+
+def test_a_direct_read_of_a_caller_that_may_be_elsewhere_is_rejected() -> None:
+    plan = build("all_gather", Layout(Topology(1, 2), 1, CHUNK_NBYTES), CHUNK_NBYTES, Variant(skew=0, direct=True))
+
+    def read_first(steps: list[Step]) -> None:
+        copy = next(i for i, s in enumerate(steps) if s.srcs and s.srcs[0].rank != s.rank)
+        steps[copy - 1], steps[copy] = steps[copy], steps[copy - 1]
+
+    with pytest.raises(PlanError, match="reads a tensor of rank 1, which may not have made its call"):
+        prove([edited(plan, read_first, rank=0)])
+    leave_early = edited(plan, lambda steps: steps.insert(-1, steps.pop(-1)), rank=1)
+    with pytest.raises(PlanError, match="leave while lane near of rank 0 may be at its tensors"):
+        prove([leave_early])
 
 
 def test_8x8_with_the_slots_and_skew_of_a_single_walker() -> None:

@@ -53,6 +53,11 @@ class Clocks:
         self._clock: list[Clock | None] = [
             np.zeros(width, np.int32) if lane in seen else None for lane in range(len(names))
         ]
+        # From 1: at 0 a lane's first touches would seem known to lanes that have heard nothing of it.
+        for lane, component in enumerate(self._component):
+            clock = self._clock[lane]
+            if component >= 0 and clock is not None:
+                clock[component] = 1
         self._fresh: list[Clock | None] = [None] * len(names)
         self._writer: dict[int, tuple[int, int]] = {}
         self._readers: dict[int, dict[int, int]] = {}

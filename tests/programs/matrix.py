@@ -6,6 +6,7 @@ the default window and with one of 64 KiB, in which long messages are many runs 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -61,14 +62,26 @@ def possible(row: list[Any]) -> bool:
     return "reduce" not in collective or (dtype not in MOVED and not (op == "avg" and dtype in INTEGERS))
 
 
-def inputs(case: Case, numel: int) -> list[np.ndarray]:
-    """Of every rank; with NaN and infinity here and there where the operation is not a plain sum."""
-    made = [values(r, numel, case.dtype, seed=len(case.collective)) for r in range(comm.size)]
-    if case.dtype in FLOATS and case.op != "sum":
-        for r, x in enumerate(made):
-            x[r % 3 :: 97] = np.nan
-            x[::89] = np.inf
+@functools.lru_cache(maxsize=64)
+def values_of(rank: int, start: int, numel: int, dtype: Any, odd: bool) -> np.ndarray:
+    """Elements `start` to `start + numel` of a rank's input; `odd`: with NaN and infinity here and there."""
+    made = values(rank, numel, dtype, start=start)
+    if odd:
+        index = np.arange(start, start + numel)
+        made[index % 97 == rank % 3] = np.nan
+        made[index % 89 == 0] = np.inf
+    made.flags.writeable = False
     return made
+
+
+def inputs(case: Case, numel: int, start: int = 0) -> list[np.ndarray]:
+    """The same part of every rank's input."""
+    odd = case.dtype in FLOATS and case.op != "sum"
+    return [values_of(r, start, numel, case.dtype, odd) for r in range(comm.size)]
+
+
+def own(case: Case, numel: int) -> np.ndarray:
+    return values_of(comm.rank, 0, numel, case.dtype, case.dtype in FLOATS and case.op != "sum")
 
 
 def array(case: Case, numel: int, offset: int = 1) -> np.ndarray:
@@ -93,23 +106,21 @@ def run(case: Case) -> None:
         out[:] = shards[rank]
         work = comm.broadcast(out, root, **options)
     elif case.collective == "all_to_all":
-        wholes = inputs(case, size * numel)
-        want, out, inp = (
-            np.concatenate([x[mine] for x in wholes]),
-            array(case, size * numel),
-            array(case, size * numel, 5),
-        )
-        inp[:] = wholes[rank]
+        numel = min(numel, 200003)
+        mine = slice(rank * numel, (rank + 1) * numel)
+        want, out = np.concatenate(inputs(case, numel, rank * numel)), array(case, size * numel)
+        inp = array(case, size * numel, 5)
+        inp[:] = own(case, size * numel)
         work = comm.all_to_all(out, inp, **options)
     else:
         if case.wire is not None:
             options["wire_dtype"] = "float32"
         scatters = case.collective == "reduce_scatter"
-        wholes = inputs(case, size * numel if scatters else numel)
-        inp = array(case, len(wholes[0]), 5)
-        inp[:] = wholes[rank]
+        inp = array(case, size * numel if scatters else numel, 5)
+        inp[:] = own(case, len(inp))
         with np.errstate(all="ignore"):
-            want = reduction([x[mine] if scatters else x for x in wholes], case.op, comm.nodes, case.wire)
+            start = rank * numel if scatters else 0
+            want = reduction(inputs(case, numel, start), case.op, comm.nodes, case.wire)
         if scatters:
             out = inp[mine] if case.view == "in place" else array(case, numel, 7)
             work = comm.reduce_scatter(out, inp, case.op, **options)
