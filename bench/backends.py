@@ -145,43 +145,65 @@ class Hdma:
 
 
 # The first names are those of torch from 2.13 on.
-_gloo_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_gloo_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gloo:
     """torch.distributed with gloo, which the ranks have started already to agree on sizes and clocks."""
 
+    name = "gloo"
+
     def __init__(self) -> None:
         self.nodes: int | None = None
-        self.library = f"gloo of torch {torch.__version__}"
+        self.library = f"{self.name} of torch {torch.__version__}"
+        self._group = self._make_group()
         op = dist.ReduceOp
         self._ops: dict[str, Any] = {"sum": op.SUM, "prod": op.PRODUCT, "max": op.MAX, "min": op.MIN, "avg": op.AVG}
+
+    def _make_group(self) -> Any:
+        return dist.group.WORLD
 
     def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
         return ""
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, async_op: bool = False) -> Any:
-        return _gloo_all_gather(out, inp, async_op=async_op)
+        return _all_gather(out, inp, group=self._group, async_op=async_op)
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
-        return _gloo_reduce_scatter(out, inp, op=self._ops[op], async_op=async_op)
+        return _reduce_scatter(out, inp, op=self._ops[op], group=self._group, async_op=async_op)
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
-        dist.all_reduce(x, op=self._ops[op])
+        dist.all_reduce(x, op=self._ops[op], group=self._group)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> None:
-        dist.broadcast(x, src=root)
+        dist.broadcast(x, src=root, group=self._group)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        dist.all_to_all_single(out, inp)
+        dist.all_to_all_single(out, inp, group=self._group)
 
     def barrier(self) -> None:
-        dist.barrier()
+        dist.barrier(group=self._group)
 
     def close(self) -> None:
         pass
 
 
-# In the order in which they must be made. Room is left for hdma as a backend of torch.distributed ("torch").
-BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, "gloo": Gloo}
+class Torch(Gloo):
+    """hdma as a backend of torch.distributed."""
+
+    name = "hdma through torch.distributed"
+
+    def _make_group(self) -> Any:
+        import hdma.backend  # noqa: F401
+
+        return dist.new_group(backend="hdma")
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+# Those of torch.distributed start in the group that the ranks of the benchmark share; the others before it.
+IN_TORCH: dict[str, Callable[[], Backend]] = {"gloo": Gloo, "torch": Torch}
+# In the order in which they must be made.
+BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, **IN_TORCH}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import BACKENDS, Backend
+from backends import BACKENDS, IN_TORCH, Backend
 
 from hdma import launch, rendezvous
 
@@ -24,7 +24,8 @@ class Ranks:
         self.rank, self.size = me.rank, me.size
         torch.set_num_threads(1)
         # hdma before gloo starts, or it would meet in gloo's store and its own way in would never be used.
-        made: dict[str, Backend] = {name: BACKENDS[name]() for name in BACKENDS if name in names and name != "gloo"}
+        first = [name for name in BACKENDS if name in names and name not in IN_TORCH]
+        made: dict[str, Backend] = {name: BACKENDS[name]() for name in first}
         _start_gloo(me)
         self.backends = {name: made[name] if name in made else BACKENDS[name]() for name in names}
         self.nodes = next((backend.nodes for backend in self.backends.values() if backend.nodes), 1)

@@ -23,9 +23,9 @@ REDUCED = (
 )
 OPS = ("sum", "avg", "max", "min", "prod")
 FLOATS = tuple(name for name in REDUCED if "float" in name)
-# All-reduces up to this size go in one shot. Measured on the host (bench/results/): above, the bytes cost more than the
-# second round of flags.
-ONCE_NBYTES = 32 << 10
+# All-reduces go in one shot up to this size, divided among the peers that each rank sends all of it to. Measured on the
+# host: above, the bytes cost more than the second round of flags.
+ONCE_NBYTES = 64 << 10
 # Shards that node mates read where they are. Measured likewise: shorter ones do not earn a system call, longer ones go
 # quicker through windows that stay in the caches, with stores that spare them.
 DIRECT_NBYTES = range(32 << 10, (2 << 20) + 1)
@@ -102,7 +102,9 @@ class Requests:
     def _all_reduce(self, nbytes: int, variant: Variant) -> list[_Piece]:
         """Equal shards, and in one shot what is left over: less than an element a rank."""
         shard = nbytes // (self._size * variant.element_nbytes) * variant.element_nbytes
-        if nbytes <= ONCE_NBYTES or not shard:
+        topology = self._layout.topology
+        peers = max(topology.ranks_per_node - 1, topology.nodes - 1, 1)
+        if nbytes <= ONCE_NBYTES // peers or not shard:
             shard = 0
         body, rest = self._size * shard, nbytes - self._size * shard
         pieces = self._pieces("all_reduce", shard, variant, 0, shard, shard)[0] if body else []
