@@ -168,7 +168,8 @@ nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
 }
 
 std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
-                                    double timeout_s, double spin_s, std::vector<std::string> flag_names,
+                                    double timeout_s, const std::string &limit, double spin_s,
+                                    std::vector<std::string> flag_names,
                                     const std::vector<std::tuple<int, int, int, int, int>> &peers,
                                     const std::vector<std::tuple<int, int, std::string>> &control,
                                     const std::vector<std::tuple<int, int, int>> &tcp) {
@@ -179,6 +180,7 @@ std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_
     config.ring_count = ring_count;
     config.window_nbytes = window_nbytes;
     config.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
+    config.limit = limit;
     config.spin_ns = static_cast<int64_t>(spin_s * 1e9);
     config.flag_names = std::move(flag_names);
     config.interrupted = interrupted;
@@ -257,7 +259,7 @@ NB_MODULE(_core, m) {
 
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
-             nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("spin_s"),
+             nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("limit"), nb::arg("spin_s"),
              nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
         .def("run",
              [](Engine &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {

@@ -295,7 +295,7 @@ void Engine::time_out(const std::string &waits_for) {
                               static_cast<unsigned long long>(fingerprint_.call), fingerprint_.text, waits_for.c_str());
     std::string others = calls_->whereabouts();
     if (!others.empty()) text += " Other ranks: " + others + ".";
-    throw Error(Kind::Timeout, text + " HDMA_TIMEOUT_S sets the limit");
+    throw Error(Kind::Timeout, text + " " + config_.limit + " sets the limit");
 }
 
 void Engine::close() {

@@ -86,6 +86,7 @@ class Engine {
         int rank, size;
         size_t flag_count, ring_count, window_nbytes;
         int64_t timeout_ns, spin_ns;
+        std::string limit;  // what the user sets the time-out by
         std::vector<std::string> flag_names;
         std::function<bool()> interrupted;  // whether the user wants to stop; asked now and then by run()
         std::vector<Peer> peers;

@@ -48,6 +48,7 @@ class Engine:
         ring_count: int,
         window_nbytes: int,
         timeout_s: float,
+        limit: str,
         spin_s: float,
         flag_names: list[str],
         peers: list[tuple[int, int, int, int, int]],

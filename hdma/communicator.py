@@ -50,6 +50,7 @@ class Communicator:
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self._rendezvous, self._groups = rendezvous, Counter[tuple[int, ...]]()
+        self._given_s = timeout_s
         self._timeout_s = env.TIMEOUT_S.read() if timeout_s is None else timeout_s
         chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
         agreed = env.agreed() | {"the version of hdma": VERSION}
@@ -72,6 +73,7 @@ class Communicator:
             ring_count=self._layout.base_count,
             window_nbytes=self._layout.window_nbytes,
             timeout_s=self._timeout_s,
+            limit="HDMA_TIMEOUT_S" if timeout_s is None else "the time-out that its group was given",
             # A thread that spins on a core which the awaited one needs only makes it later.
             spin_s=_SPIN_S if threads <= peers.host_cpus else 0.0,
             flag_names=self._layout.flag_names(self.rank),
@@ -193,7 +195,7 @@ class Communicator:
         self._groups[members] += 1
         label = f"{self._groups[members]} of {','.join(map(str, members))}"
         with self._rendezvous.subset(members, label) as meeting:
-            return Communicator(meeting, self._timeout_s, self)
+            return Communicator(meeting, self._given_s, self)
 
     def stats(self) -> dict[str, int]:
         """Counts of this rank since the communicator began.
@@ -222,6 +224,11 @@ class Communicator:
                 if clean:
                     self._engine.check()
 
+    def abort(self, reason: str) -> None:
+        """Ends the communicator on all ranks now: every call, there and here, raises an `Error` with the reason."""
+        if not self._closed:
+            self._engine.abort(0, f"rank {self.rank} ended the communicator: {reason}")
+
     @property
     def closed(self) -> bool:
         """Whether close() was called, or an error has ended the communicator."""
@@ -232,7 +239,7 @@ class Communicator:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is not None:
-            self._abort(kind.__name__)
+            self.abort(f"it ended with {kind.__name__}: look at its output")
         try:
             self.close()
         except Error:
@@ -242,11 +249,6 @@ class Communicator:
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.size}, {self.topology} nodes x ranks"
         return f"<hdma.Communicator {where}{', closed' if self.closed else ''}>"
-
-    def _abort(self, reason: str) -> None:
-        """Ends the communicator on all ranks: this one will not make the calls that they may wait for."""
-        if not self._closed:
-            self._engine.abort(0, f"rank {self.rank} ended with {reason}: look at its output")
 
     def _reduction(
         self, operation: str, inp: _core.Buffer, nbytes: int, op: Any, wire_dtype: Any, started: bool = False
@@ -313,7 +315,7 @@ def _close_all() -> None:
     for comm in list(_open):
         try:
             if failure is not None:
-                comm._abort(type(failure).__name__)
+                comm.abort(f"it ended with {type(failure).__name__}: look at its output")
             comm.close()
         except Error:
             pass

@@ -162,7 +162,7 @@ class Life(_Parent):  # type: ignore[misc]
     def abort(self) -> None:
         """Ends the group on all its ranks at once; who waits gets an error."""
         if self._comm is not None:
-            self._comm._abort("abort() of its process group")
+            self._comm.abort("abort() of its process group")
         self._end("abort", 0.0)
 
     def _end(self, how: str, patience_s: float) -> None:
@@ -191,7 +191,7 @@ class Life(_Parent):  # type: ignore[misc]
                 for handle in list(comm._in_flight):
                     handle.wait(deadline.left_s)
             except TimeoutError:
-                comm._abort("its process group's destruction while a call was in flight")
+                comm.abort("its process group's destruction while a call was in flight")
         failed_before = self._error is not None
         try:
             comm.close()
@@ -214,7 +214,7 @@ class Life(_Parent):  # type: ignore[misc]
 
     def expire(self, limit_s: float) -> Error:
         if self._comm is not None:
-            self._comm._abort(f"an operation that took longer than the {limit_s:g} s it was given")
+            self._comm.abort(f"an operation that took longer than the {limit_s:g} s it was given")
         return TimeoutError(f"rank {self._me.rank}: an operation took longer than the {limit_s:g} s it was given")
 
     def watch(self, work: Any, forwarded: bool) -> None:

@@ -50,7 +50,7 @@ def interrupted(call: object) -> None:
 if how == "exception":
     if comm.rank == 0:
         raise ValueError("on purpose")
-    expect("rank 0 ended with ValueError")
+    expect("rank 0 ended the communicator: it ended with ValueError")
 elif how == "exception in with":
     if comm.rank == 0:
         try:
@@ -58,7 +58,7 @@ elif how == "exception in with":
                 raise KeyError("on purpose")
         except KeyError:
             sys.exit()
-    expect("rank 0 ended with KeyError")
+    expect("rank 0 ended the communicator: it ended with KeyError")
 elif how == "interrupted call":
     if comm.rank == 0:
         interrupted(lambda: comm.all_gather(big, x))
