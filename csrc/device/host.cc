@@ -26,7 +26,7 @@ namespace {
 class Host final : public Device {
   public:
     Host(int rank, int size, std::vector<WindowPart> parts, size_t window_nbytes, Shared &shared)
-        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), windows_(size), pids_(size) {
+        : rank_(rank), window_nbytes_(window_nbytes), shared_(shared), pids_(size), windows_(size) {
         for (WindowPart &part : parts) {
             void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, part.memory.get(), 0);
             if (at == MAP_FAILED)
