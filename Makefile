@@ -34,13 +34,14 @@ lint: build
 	$(BIN)/lint-imports
 
 # One node; the same command under both MPIs, compared by the copy bound that each run measures itself.
-BENCH := bench/collectives.py -B hdma,gloo,mpi -b 64K -e 64M -f 4 --collectives all
+BENCH := bench/collectives.py -B hdma,torch,gloo,mpi -f 4 --collectives all
 
 bench: build $(MPICH)/installed
 	for n in 2 4; do \
-	    mpirun -n $$n $(BIN)/python $(BENCH) --json bench-openmpi-$$n.jsonl && \
+	    sizes="-b $${n}K -e $$((n * 16))M"; \
+	    mpirun -n $$n $(BIN)/python $(BENCH) $$sizes --json bench-openmpi-$$n.jsonl && \
 	    MPI4PY_LIBMPI=$(MPICH)/lib/libmpi.so.12 \
-	        $(MPICH)/bin/mpiexec -n $$n $(BIN)/python $(BENCH) --json bench-mpich-$$n.jsonl || exit 1; \
+	        $(MPICH)/bin/mpiexec -n $$n $(BIN)/python $(BENCH) $$sizes --json bench-mpich-$$n.jsonl || exit 1; \
 	done
 	$(BIN)/python bench/report.py bench-openmpi-2.jsonl bench-mpich-2.jsonl bench-openmpi-4.jsonl bench-mpich-4.jsonl \
 	    --plot bench.png

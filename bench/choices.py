@@ -2,8 +2,9 @@
 
     mpirun -n 2 python bench/choices.py
 
-AllReduce in one shot or as ReduceScatter and AllGather; AllGather that reads tensors where they are or by way of the
-windows. Times in us: slowest rank of a turn, median of interleaved turns. `*`: what requests.py chooses.
+AllReduce in one shot or as ReduceScatter and AllGather; AllGather of 2 ranks (AllToAll of more) that reads tensors
+where they are or by way of the windows. Sizes are those of a shard, or of the tensor. Times in us: slowest rank of a
+turn, median of interleaved turns. `*`: what requests.py chooses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import hdma
 from hdma import requests
 
 ALL_REDUCE = [1 << p for p in range(10, 21)]
-ALL_GATHER = [1 << p for p in range(12, 25)]
+MOVED = [1 << p for p in range(12, 27)]
 TURN_S = 0.02
 
 
@@ -75,17 +76,20 @@ def main() -> None:
         lines.append(f"{name:11} {nbytes:9} B   {figures}")
 
     for nbytes in ALL_REDUCE:
-        x = np.zeros(nbytes // 4, np.float32)
+        x = np.ones(nbytes // 4, np.float32)
         ways = {"one shot": (1 << 40, never), "two rounds": (0, never)}
         peers = max(comm.local_size - 1, comm.nodes - 1, 1)
         chosen = "one shot" if nbytes <= choices.chosen[0] // peers else "two rounds"
         row("all_reduce", nbytes, choices.compare(lambda x=x: comm.all_reduce(x), ways), chosen)  # type: ignore[misc]
     if comm.nodes == 1 and choices.requests._direct:
-        for nbytes in ALL_GATHER:
-            inp, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes * comm.size, np.uint8)
+        # What has one reader a shard.
+        name, shards = ("all_gather", 1) if comm.size == 2 else ("all_to_all", comm.size)
+        for nbytes in MOVED:
+            inp, out = np.ones(nbytes * shards, np.uint8), np.ones(nbytes * comm.size, np.uint8)
+            call = getattr(comm, name)
             ways = {"read in place": (0, always), "by windows": (0, never)}
             chosen = "read in place" if nbytes in choices.chosen[1] else "by windows"
-            row("all_gather", nbytes, choices.compare(lambda: comm.all_gather(out, inp), ways), chosen)  # noqa: B023
+            row(name, nbytes, choices.compare(lambda: call(out, inp), ways), chosen)
     if comm.rank == 0:
         about = record.header(comm.size, comm.nodes)
         machine = about["machine"]

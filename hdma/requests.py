@@ -26,9 +26,9 @@ FLOATS = tuple(name for name in REDUCED if "float" in name)
 # All-reduces go in one shot up to this size, divided among the peers that each rank sends all of it to. Measured on the
 # host: above, the bytes cost more than the second round of flags.
 ONCE_NBYTES = 64 << 10
-# Shards that node mates read where they are. Measured likewise: shorter ones do not earn a system call, longer ones go
-# quicker through windows that stay in the caches, with stores that spare them.
-DIRECT_NBYTES = range(32 << 10, (2 << 20) + 1)
+# Shards that a node mate reads where they are. Measured likewise: shorter ones do not earn a system call, longer ones
+# and those with several readers go quicker through windows that stay in the caches.
+DIRECT_NBYTES = range(32 << 10, (8 << 20) + 1)
 _CACHED = 256
 
 
@@ -72,7 +72,8 @@ class Requests:
         if operation == "barrier":
             # An AllGather of nothing: complete when a flag has come from every rank.
             operation, text = "all_gather", "barrier()"
-        direct = self._direct and operation in DIRECT and not started and nbytes in DIRECT_NBYTES
+        one_reader = self._size == 2 or operation == "all_to_all"
+        direct = self._direct and operation in DIRECT and one_reader and not started and nbytes in DIRECT_NBYTES
         variant = Variant(itemsize, shard_major=started, root=root, direct=direct)
         pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
         return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, (0, 0, 0), started, False)
