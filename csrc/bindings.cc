@@ -18,6 +18,7 @@
 #include <cmath>
 
 #include "engine.h"
+#include "memory.h"
 
 namespace nb = nanobind;
 using namespace hdma;
@@ -167,12 +168,31 @@ nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
                        found);
 }
 
-std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
-                                    double timeout_s, const std::string &limit, double spin_s,
-                                    std::vector<std::string> flag_names,
-                                    const std::vector<std::tuple<int, int, int, int, int>> &peers,
-                                    const std::vector<std::tuple<int, int, std::string>> &control,
-                                    const std::vector<std::tuple<int, int, int>> &tcp) {
+// Closes an engine that was dropped without close() while other threads may go on.
+struct EngineHandle {
+    std::unique_ptr<Engine> engine;
+    explicit EngineHandle(std::unique_ptr<Engine> made) : engine(std::move(made)) {}
+    EngineHandle(EngineHandle &&) = default;
+    // In a forked child: what threads of the parent hold or wait for can never be destroyed here.
+    bool forgotten = false;
+    ~EngineHandle() {
+        if (forgotten) {
+            (void)engine.release();
+            return;
+        }
+        if (!engine) return;
+        nb::gil_scoped_release unlocked;
+        engine.reset();
+    }
+    Engine *operator->() const { return engine.get(); }
+};
+
+EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
+                          double timeout_s, const std::string &limit, double spin_s,
+                          std::vector<std::string> flag_names,
+                          const std::vector<std::tuple<int, int, int, int, int>> &peers,
+                          const std::vector<std::tuple<int, int, std::string>> &control,
+                          const std::vector<std::tuple<int, int, int>> &tcp) {
     Engine::Config config;
     config.rank = rank;
     config.size = size;
@@ -188,11 +208,11 @@ std::unique_ptr<Engine> make_engine(int rank, int size, size_t flag_count, size_
         config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd), pid});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
     for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
-    return std::make_unique<Engine>(std::move(config));
+    return new EngineHandle(std::make_unique<Engine>(std::move(config)));
 }
 
-nb::dict stats(Engine &engine) {
-    Engine::Stats s = engine.stats();
+nb::dict stats(const EngineHandle &engine) {
+    Engine::Stats s = engine->stats();
     nb::dict d;
     d["calls"] = s.calls;
     d["copies"] = s.copies;
@@ -221,6 +241,13 @@ NB_MODULE(_core, m) {
               return nb::bytes(bytes.data(), nbytes);
           },
           "Bytes of another process's memory, None where the system forbids it.");
+    m.def("memory_left",
+          [](const std::string &root) {
+              MemoryLeft left = memory_left(root);
+              return std::make_pair(left.nbytes, left.where);
+          },
+          nb::arg("root") = "", "Bytes that this process may still take, and what sets the limit.");
+    m.def("reserve_memory", &reserve_memory, Unlocked(), "Gives a memfd its size, every page of it.");
 
     nb::register_exception_translator([](const std::exception_ptr &pointer, void *) {
         try {
@@ -257,36 +284,39 @@ NB_MODULE(_core, m) {
         .def("push", &Ticket::push, Unlocked())
         .def("done", &Ticket::done);
 
-    nb::class_<Engine>(m, "Engine")
+    nb::class_<EngineHandle>(m, "Engine")
         .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
              nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("limit"), nb::arg("spin_s"),
              nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
         .def("run",
-             [](Engine &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
+             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
                  Call call = make_call(request, input, output);
                  try {
                      nb::gil_scoped_release unlocked;
-                     e.run(call);
+                     e->run(call);
                  } catch (const Error &) {
                      if (PyErr_Occurred()) throw nb::python_error();
                      throw;
                  }
              })
         .def("submit",
-             [](Engine &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
+             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
                  Call call = make_call(request, input, output);
                  nb::gil_scoped_release unlocked;
-                 return e.submit(call);
+                 return e->submit(call);
              })
-        .def("abort", [](Engine &e, int kind, const std::string &text) { e.abort(static_cast<Kind>(kind), text); }, Unlocked())
-        .def("fault", [](Engine &e) { return e.fault().raised() ? e.fault().text() : std::string(); })
-        .def("check", [](Engine &e) { e.fault().check(); })
-        .def("forget", &Engine::forget)
+        .def("abort", [](EngineHandle &e, int kind, const std::string &text) { e->abort(static_cast<Kind>(kind), text); }, Unlocked())
+        .def("fault", [](EngineHandle &e) { return e->fault().raised() ? e->fault().text() : std::string(); })
+        .def("check", [](EngineHandle &e) { e->fault().check(); })
+        .def("forget", [](EngineHandle &e) {
+                 e.forgotten = true;
+                 e->forget();
+             })
         .def("close",
-             [](Engine &e) {
+             [](EngineHandle &e) {
                  {
                      nb::gil_scoped_release unlocked;
-                     e.close();
+                     e->close();
                  }
                  if (PyErr_Occurred()) throw nb::python_error();
              })

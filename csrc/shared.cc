@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <climits>
 
+#include "memory.h"
+
 namespace hdma {
 
 namespace {
@@ -46,7 +48,7 @@ Shared::Shared(int rank, int size, std::vector<Part> parts, size_t flags_nbytes,
         void *at = mmap(nullptr, nbytes(flags_nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, part.flags.get(), 0);
         if (at == MAP_FAILED)
             throw Error(Kind::Device, format("rank %d cannot map the flags of rank %d (%zu bytes): %s", rank, part.rank,
-                                             nbytes(flags_nbytes), errno_text(errno).c_str()));
+                                             nbytes(flags_nbytes), mmap_error_text(errno).c_str()));
         peers_[part.rank].board = static_cast<Board *>(at);
         peers_[part.rank].doorbell = std::move(part.doorbell);
     }

@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hdma import _core, connect, env
 from hdma.errors import Error, UsageError
@@ -31,6 +31,36 @@ _NOTHING = _core.Buffer((0, 0, 0, 1, "bytes"))
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
+class _Ended:
+    """What is left of an engine after close()."""
+
+    def __init__(self, fault: str, stats: dict[str, int]) -> None:
+        self._fault, self._stats = fault, stats
+
+    def fault(self) -> str:
+        return self._fault
+
+    def stats(self) -> dict[str, int]:
+        return self._stats
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, kind: int, text: str) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def check(self) -> None:
+        self.run()
+
+    def run(self, *call: object) -> NoReturn:
+        raise Error("this communicator is closed: make a new one with hdma.init()")
+
+    submit = run
+
+
 class Communicator:
     """Ranks that make the same collective calls in the same order. Made by `hdma.init()`.
 
@@ -49,9 +79,24 @@ class Communicator:
         `parent`: the communicator whose nodes this one's ranks keep.
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._rendezvous, self._groups = rendezvous, Counter[tuple[int, ...]]()
-        self._given_s = timeout_s
+        self._rendezvous, self._given_s = rendezvous, timeout_s
+        self._pid, self._closed = os.getpid(), False
+        # Re-entrant: a signal handler may call or close while its own thread does.
+        self._lock, self._closing = threading.RLock(), threading.RLock()
+        self._in_flight: deque[Work] = deque()
+        try:
+            self._connect(rendezvous, timeout_s, parent)
+        except BaseException as error:
+            rendezvous.tell(error)
+            raise
+        _open.add(self)
+        # The last registered runs first: goodbyes before what the launcher's library does at exit, which may wait.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+
+    def _connect(self, rendezvous: Rendezvous, timeout_s: float | None, parent: Communicator | None) -> None:
         self._timeout_s = env.TIMEOUT_S.read() if timeout_s is None else timeout_s
+        self._trace = env.DEBUG.read() == "TRACE"
         chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
         agreed = env.agreed() | {"the version of hdma": VERSION}
         settled = None if parent is None else parent.node
@@ -61,12 +106,15 @@ class Communicator:
         self.local_rank = self.topology.local_rank(self.rank)
         self.nodes, self.local_size = self.topology.nodes, self.topology.ranks_per_node
         self._layout = Layout.for_window(self.topology, SLOTS, env.WINDOW_NBYTES.read(), chunk_nbytes)
-        flag_count = self._layout.flag_count
-        connect.connect(rendezvous, peers, _core.flags_nbytes(flag_count), self._timeout_s)
+        flag_count, flag_names = self._layout.flag_count, self._layout.flag_names(self.rank)
         alone = self.nodes == 1 and self.size > 1
         pids = readable_mates(rendezvous, self._timeout_s) if alone else {}
+        self._requests = Requests(self._layout, self.rank, direct=bool(pids))
+        connect.connect(rendezvous, peers, _core.flags_nbytes(flag_count), self._timeout_s)
         threads = peers.host_ranks * (1 if self.nodes == 1 else 2)
-        self._engine = _core.Engine(
+        # A thread that spins on a core which the awaited one needs only makes it later.
+        spins = threads <= peers.host_cpus
+        self._engine: _core.Engine | _Ended = _core.Engine(
             rank=self.rank,
             size=self.size,
             flag_count=flag_count,
@@ -74,26 +122,28 @@ class Communicator:
             window_nbytes=self._layout.window_nbytes,
             timeout_s=self._timeout_s,
             limit="HDMA_TIMEOUT_S" if timeout_s is None else "the time-out that its group was given",
-            # A thread that spins on a core which the awaited one needs only makes it later.
-            spin_s=_SPIN_S if threads <= peers.host_cpus else 0.0,
-            flag_names=self._layout.flag_names(self.rank),
+            spin_s=_SPIN_S if spins else 0.0,
+            flag_names=flag_names,
             peers=[(rank, *fds, pids.get(rank, 0)) for rank, fds in peers.memory.items()],
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
             tcp=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
         )
-        self._requests = Requests(self._layout, self.rank, direct=bool(pids))
-        self._in_flight: deque[Work] = deque()
-        self._closed = False
-        self._pid = os.getpid()
-        # Re-entrant: a signal handler may close while its own thread does.
-        self._lock, self._closing = threading.Lock(), threading.RLock()
-        _open.add(self)
-        # The last registered runs first: goodbyes before what the launcher's library does at exit, which may wait.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-        self._trace = env.DEBUG.read() == "TRACE"
+        try:
+            # All or none: who is through knows that nobody fails any more before the first call.
+            rendezvous.watch(self._engine.check)
+            rendezvous.exchange("ready", b"", self._timeout_s)
+        except BaseException as error:
+            self._engine.abort(0, f"rank {self.rank} could not start: {error}")
+            self._engine.close()
+            self._engine = _Ended(str(error), {})
+            raise
         if self.rank == 0:
             env.debug("VERSION", f"version {VERSION}")
+            if peers.split:
+                env.debug("WARN", f"{peers.split}, so all nodes were split to {self.topology} (nodes x ranks)")
+        if not spins:
+            text = f"{threads} threads on {peers.host_cpus} cores: waits sleep at once instead of spinning first"
+            env.debug("INFO", f"{peers.names[self.rank]}: {text}")
         slot = f"{SLOTS} slots of {self._layout.slot_nbytes} bytes a ring"
         env.debug("INFO", f"{peers.names[self.rank]}: {self.topology} nodes x ranks, {slot}")
 
@@ -192,9 +242,7 @@ class Communicator:
         if self.rank not in members:
             raise UsageError(f"group: rank {self.rank} is not among {list(members)}: only members call it")
         self._check_open("group()")
-        self._groups[members] += 1
-        label = f"{self._groups[members]} of {','.join(map(str, members))}"
-        with self._rendezvous.subset(members, label) as meeting:
+        with self._rendezvous.subset(members, ",".join(map(str, members))) as meeting:
             return Communicator(meeting, self._given_s, self)
 
     def stats(self) -> dict[str, int]:
@@ -221,8 +269,13 @@ class Communicator:
                     self._closed = False
                     raise
                 _open.discard(self)
-                if clean:
-                    self._engine.check()
+                # Its memory and descriptors go with it, as soon as no thread is in a call.
+                ended = _Ended(self._engine.fault(), self._engine.stats())
+                try:
+                    if clean:
+                        self._engine.check()
+                finally:
+                    self._engine = ended
 
     def abort(self, reason: str) -> None:
         """Ends the communicator on all ranks now: every call, there and here, raises an `Error` with the reason."""
@@ -326,6 +379,8 @@ def _forget_all() -> None:
     for comm in list(_open):
         comm._closed = True
         comm._engine.forget()
+        # Another thread of the parent may hold them for ever.
+        comm._lock, comm._closing = threading.RLock(), threading.RLock()
     _open.clear()
 
 

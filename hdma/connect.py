@@ -6,22 +6,31 @@ system. The secret of a communicator only travels through the rendezvous.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import secrets
+import select
 import socket
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from hdma.errors import DeviceError, Error, UsageError
-from hdma.handshake import Acceptor, call, left_s
+from hdma import _core
+from hdma.errors import DeviceError, Error, TimeoutError, UsageError, WireError
+from hdma.handshake import Switchboard
 from hdma.plan import LANES, PROXY_LANES
 from hdma.rendezvous import Rendezvous
-from hdma.topology import Topology, from_hosts
+from hdma.topology import Topology, from_hosts, node_sizes
 
 CONTROL = len(LANES)  # the purpose of a control link; the lanes of the wire are numbered below it
+
+# How often to ask whether another rank has failed, and how long the reason of one that is gone may take to come.
+_LOOK_MS = 100
+_REASON_S = 1.0
 
 
 @dataclass
@@ -32,6 +41,7 @@ class Peers:
     names: list[str]
     host_ranks: int
     host_cpus: int  # that the ranks of this host may use together
+    split: str = ""  # why nodes are smaller than could be
     control: dict[int, int] = field(default_factory=dict)
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)  # (rail peer, lane number)
     memory: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # rank: flags, window, doorbell
@@ -56,52 +66,63 @@ def discover(
     names = [f"rank {rank} (pid {other['pid']} on {other['host']})" for rank, other in enumerate(hellos)]
     mates = [other for other in hellos if other["id"] == hosts[rendezvous.rank]]
     cpus = {cpu for other in mates for cpu in other["cpus"]}
+    split = ""
     if node is None:
-        topology = from_hosts(hosts, ranks_per_node)
+        topology, sizes = from_hosts(hosts, ranks_per_node), node_sizes(hosts, ranks_per_node)
+        if len(set(sizes)) > 1:
+            split = f"the nodes have unequal numbers of ranks ({', '.join(map(str, sizes))})"
     else:
         topology = from_hosts([f"{other['node']} of {other['id']}" for other in hellos])
-    return Peers(topology, names, len(mates), len(cpus))
+    return Peers(topology, names, len(mates), len(cpus), split)
 
 
 def connect(rendezvous: Rendezvous, peers: Peers, flags_nbytes: int, timeout_s: float) -> None:
     """Fills `peers` with connected sockets and the memory of this rank and its mates.
 
-    Raises `TimeoutError` naming the ranks that did not connect, `DeviceError` where memory or descriptors run out.
+    Raises `TimeoutError` naming the ranks that did not connect, `WireError` where one is gone, `DeviceError` where
+    memory or descriptors run out, and what another rank tells as it fails; then nothing is left open.
     """
     deadline = time.monotonic() + timeout_s
     rank, topology = rendezvous.rank, peers.topology
     mates, rail = topology.mates(rank), topology.rail(rank)
-    try:
-        peers.memory[rank] = _own_memory(flags_nbytes)
-        with Acceptor(rank, loopback=peers.host_ranks == topology.size) as acceptor:
-            card = {"unix": acceptor.unix_name, "tcp": acceptor.addresses, "secret": secrets.token_hex(32)}
+    with ExitStack() as opened:
+        try:
+            opened.callback(_close_memory, peers)
+            peers.memory[rank] = _own_memory(rank, flags_nbytes, peers.host_ranks)
+            board = opened.enter_context(Switchboard(rank, loopback=peers.host_ranks == topology.size))
+            card = {"unix": board.unix_name, "tcp": board.addresses, "secret": secrets.token_hex(32)}
             cards = _exchange(rendezvous, "connect", card, timeout_s)
             # Bound to this start-up by the cards of all, so that no two communicators share it.
             secret = hashlib.sha256("".join(c["secret"] for c in cards).encode()).digest()
             wanted = {(peer, CONTROL) for peer in (*mates, *rail)}
             wanted |= {(peer, LANES.index(lane)) for peer in rail for lane in PROXY_LANES}
-            acceptor.start(secret, {link for link in wanted if link[0] < rank})
-            links = {}
-            for peer, purpose in sorted(link for link in wanted if link[0] > rank):
-                addresses = [cards[peer]["unix"]] if peer in mates else cards[peer]["tcp"]
-                links[peer, purpose] = call(addresses, secret, rank, peer, purpose, deadline)
-            links |= acceptor.finish(deadline)
-        for (peer, purpose), sock in sorted(links.items()):
-            if purpose == CONTROL and peer in mates:
-                peers.memory[peer] = _swap_memory(sock, peers.memory[rank], peers.names[peer], deadline)
+            callees = {
+                link: [cards[link[0]]["unix"]] if link[0] in mates else cards[link[0]]["tcp"]
+                for link in wanted
+                if link[0] > rank
+            }
+            links = board.connect(secret, callees, wanted - set(callees), deadline, rendezvous.check)
+            for sock in links.values():
+                opened.callback(sock.close)
+            _swap_memory(peers, {peer: links[peer, CONTROL] for peer in mates}, rank, deadline, rendezvous.check)
+        except OSError as error:
+            if isinstance(error, Error):
+                rendezvous.tell(error)
+                raise
+            text = f"rank {rank} could not set up its connections: {error}. {_remedy(error)}"
+            rendezvous.tell(DeviceError(text))
+            raise DeviceError(text) from error
+        except BaseException as error:
+            rendezvous.tell(error)  # Before it closes anything: the reason before its consequence.
+            raise
         for (peer, purpose), sock in links.items():
             sock.settimeout(None)
             if purpose == CONTROL:
                 peers.control[peer] = sock.detach()
             else:
                 peers.lanes[peer, purpose] = sock.detach()
-    except BaseException as error:
-        for fd in (fd for fds in peers.memory.values() for fd in fds):
-            os.close(fd)
-        peers.memory.clear()
-        if isinstance(error, OSError) and not isinstance(error, Error):
-            raise DeviceError(f"rank {rank} could not set up its connections: {error}") from error
-        raise
+        opened.pop_all()
+        board.__exit__()
 
 
 def _exchange(rendezvous: Rendezvous, key: str, value: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -118,20 +139,78 @@ def _host_id() -> str:
         return socket.gethostname()
 
 
-def _own_memory(flags_nbytes: int) -> tuple[int, int, int]:
-    flags = os.memfd_create("hdma-flags")
-    os.posix_fallocate(flags, 0, flags_nbytes)
-    # Empty until the first collective (csrc/device/host.cc): many communicators never move a byte.
-    window = os.memfd_create("hdma-window")
-    return flags, window, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+def _own_memory(rank: int, flags_nbytes: int, host_ranks: int) -> tuple[int, int, int]:
+    with ExitStack() as opened:
+
+        def owned(fd: int) -> int:
+            opened.callback(os.close, fd)
+            return fd
+
+        flags = owned(os.memfd_create("hdma-flags"))
+        _core.reserve_memory(flags, flags_nbytes, host_ranks, f"rank {rank} cannot allocate its flags")
+        # Empty until the first collective (csrc/device/host.cc): many communicators never move a byte.
+        window = owned(os.memfd_create("hdma-window"))
+        doorbell = owned(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        opened.pop_all()
+        return flags, window, doorbell
 
 
-def _swap_memory(sock: socket.socket, own: tuple[int, int, int], name: str, deadline: float) -> tuple[int, int, int]:
-    sock.settimeout(left_s(deadline))
-    socket.send_fds(sock, [b"m"], list(own))
-    data, fds, _, _ = socket.recv_fds(sock, 1, len(own))
-    if data != b"m" or len(fds) != len(own):
-        raise DeviceError(f"{name} passed {len(fds)} of {len(own)} memory handles: is its descriptor limit too low?")
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return fds[0], fds[1], fds[2]
+def _swap_memory(
+    peers: Peers, links: dict[int, socket.socket], rank: int, deadline: float, look: Callable[[], None]
+) -> None:
+    """Gives this rank's memory handles to its mates and takes theirs."""
+    own = peers.memory[rank]
+    for peer, sock in links.items():
+        try:
+            socket.send_fds(sock, [b"m"], list(own))  # Fits the empty buffer.
+        except ConnectionError:
+            raise _gone(peers.names[peer], rank, look) from None
+    for peer, sock in links.items():
+        name = peers.names[peer]
+        ready = select.poll()
+        ready.register(sock, select.POLLIN)
+        while not ready.poll(_LOOK_MS):
+            look()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{name} did not pass its memory to rank {rank} within the time-out")
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, 1, len(own))
+        except ConnectionError:
+            data, fds = b"", []
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        if len(fds) == len(own):
+            peers.memory[peer] = fds[0], fds[1], fds[2]
+            continue
+        for fd in fds:
+            os.close(fd)
+        if data != b"m":
+            raise _gone(name, rank, look)
+        raise DeviceError(
+            f"rank {rank} could take only {len(fds)} of {len(own)} memory handles of {name}: too many open files. "
+            f"{_remedy(OSError(errno.EMFILE, ''))}"
+        )
+
+
+def _gone(name: str, rank: int, look: Callable[[], None]) -> WireError:
+    """The error where a connection has ended, unless `look` raises the reason, which may come a little later."""
+    until = time.monotonic() + _REASON_S
+    while time.monotonic() < until:
+        look()
+        time.sleep(_LOOK_MS / 1000)
+    return WireError(f"{name} is gone: it closed its connection to rank {rank} at start-up")
+
+
+def _close_memory(peers: Peers) -> None:
+    for fd in (fd for fds in peers.memory.values() for fd in fds):
+        os.close(fd)
+    peers.memory.clear()
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"Raise the limit of open files, {soft} for this process (hard limit {hard}): ulimit -n"
+    return "Look at the limits of this process: ulimit -a"

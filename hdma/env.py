@@ -169,4 +169,7 @@ def warn_unknown() -> None:
 def debug(level: str, text: str) -> None:
     """Prints a line to stderr where HDMA_DEBUG asks for `level` or more."""
     if _LEVELS.index(level) <= _LEVELS.index(DEBUG.read()):
-        print(f"hdma: {text}", file=sys.stderr, flush=True)
+        # One write, or the lines of several ranks mix; no stderr, as under pythonw: nobody asked to see it.
+        if sys.stderr is not None:
+            sys.stderr.write(f"hdma: {text}\n")
+            sys.stderr.flush()

@@ -64,6 +64,19 @@ def from_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topol
     `ranks_per_node` splits each host into nodes of that many ranks (HDMA_RANKS_PER_NODE). Where the nodes would not all
     have the same number of ranks, all are split further, to the greatest number that divides them.
     """
+    nodes = _nodes(hosts, ranks_per_node)
+    equal = gcd(*map(len, nodes))
+    nodes = [ranks[i : i + equal] for ranks in nodes for i in range(0, len(ranks), equal)]
+    nodes.sort(key=lambda ranks: ranks[0])
+    return Topology(len(nodes), equal, tuple(rank for ranks in nodes for rank in ranks))
+
+
+def node_sizes(hosts: Sequence[str], ranks_per_node: int | None = None) -> list[int]:
+    """How many ranks the nodes would have if none were split to make all equal."""
+    return [len(ranks) for ranks in _nodes(hosts, ranks_per_node)]
+
+
+def _nodes(hosts: Sequence[str], ranks_per_node: int | None) -> list[list[int]]:
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
@@ -71,7 +84,4 @@ def from_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topol
     for ranks in by_host.values():
         step = ranks_per_node or len(ranks)
         nodes += [ranks[i : i + step] for i in range(0, len(ranks), step)]
-    equal = gcd(*map(len, nodes))
-    nodes = [ranks[i : i + equal] for ranks in nodes for i in range(0, len(ranks), equal)]
-    nodes.sort(key=lambda ranks: ranks[0])
-    return Topology(len(nodes), equal, tuple(rank for ranks in nodes for rank in ranks))
+    return nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hdma import env, launch, rendezvous
 from hdma.communicator import Communicator
+from hdma.errors import UsageError
 
 _world: Communicator | None = None
 
@@ -13,13 +14,14 @@ def init() -> Communicator:
 
     Collective; idempotent: later calls return the same communicator until it is closed.
     Raises `UsageError` where the launcher's variables or the ranks' settings contradict each other, `TimeoutError`
-    naming the ranks that did not come within HDMA_TIMEOUT_S.
+    naming the ranks that did not come within HDMA_TIMEOUT_S. It fails on all ranks or on none, and may be called again.
     """
     global _world
     if _world is None or _world.closed:
-        meeting = rendezvous.make(launch.find(), env.TIMEOUT_S.read())
         try:
+            timeout_s = env.TIMEOUT_S.read()
+        except UsageError:  # Raised again where the others can be told.
+            timeout_s = env.TIMEOUT_S.default
+        with rendezvous.make(launch.find(), timeout_s) as meeting:
             _world = Communicator(meeting)
-        finally:
-            meeting.close()
     return _world

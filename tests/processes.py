@@ -23,6 +23,7 @@ def environment(**more: object) -> dict[str, str]:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "OMP_NUM_THREADS": "1",
+        "TESTED_BY": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     return plain | {name: str(value) for name, value in more.items()}
@@ -69,10 +70,17 @@ def run_all(commands: Iterable[tuple[Sequence[str | Path], Mapping[str, str]]], 
     return [Finished(process.returncode, out) for process, out in zip(started, outputs)]
 
 
-def ranks(size: int, args: Sequence[str | Path], env: Mapping[str, str], absent: Sequence[int] = ()) -> list[Finished]:
+def ranks(
+    size: int,
+    args: Sequence[str | Path],
+    env: Mapping[str, str],
+    absent: Sequence[int] = (),
+    timeout_s: float = 60.0,
+) -> list[Finished]:
     """`size` Python processes with RANK and WORLD_SIZE, without those of `absent`."""
     present = [rank for rank in range(size) if rank not in absent]
-    return run_all([([sys.executable, *args], {**env, "RANK": str(r), "WORLD_SIZE": str(size)}) for r in present], 60.0)
+    commands = [([sys.executable, *args], {**env, "RANK": str(r), "WORLD_SIZE": str(size)}) for r in present]
+    return run_all(commands, timeout_s)
 
 
 def mpirun(size: int, args: Sequence[str | Path], env: Mapping[str, str], timeout_s: float = 90.0) -> Finished:

@@ -34,7 +34,8 @@ def check_named(folder: Path, waiting: list[int], missing: str, timeout_s: float
     assert sorted(found) == waiting
     for result in found.values():
         assert result["error"].startswith("hdma.errors.TimeoutError") and missing in result["error"]
-        assert timeout_s - 0.1 < result["took_s"] < timeout_s + 1.5
+        # Who gives up first tells the others, which may have come later.
+        assert timeout_s - 1.0 < result["took_s"] < timeout_s + 1.5
 
 
 def test_single_process(tmp_path):
@@ -59,11 +60,11 @@ def test_folder_missing(tmp_path):
 
 def test_folder_twice(tmp_path):
     launch = Launch(0, 2, None, None, "test", "job/7")
-    first = Folder(launch, tmp_path, 0)
+    first = Folder(launch, tmp_path, "a")
     started = time.monotonic()
     who = f"process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(errors.UsageError, match=f"rank 0 joined twice.*{who}"):
-        Folder(launch, tmp_path, 0)
+        Folder(launch, tmp_path, "a")
     assert time.monotonic() - started < 0.5
     first.close()
     assert os.listdir(tmp_path) == []
@@ -73,19 +74,19 @@ def test_folder_left_over_is_never_read(tmp_path):
     """What a killed job left is no member of this one: its rank counts as missing, its payload is not taken."""
     job = [Launch(rank, 2, None, None, "test", None) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        killed = list(pool.map(lambda me: Folder(me, tmp_path, 0), job))
+        killed = list(pool.map(lambda me: Folder(me, tmp_path, "a"), job))
         assert list(pool.map(lambda place: place.exchange("key", b"old", 9.0), killed)) == [[b"old"] * 2] * 2
     next(tmp_path.glob("*/joined.1")).unlink()
     with pytest.raises(errors.TimeoutError, match="rank 0 is missing"):
-        Folder(job[1], tmp_path, 0).exchange("key", b"new", 0.3)
+        Folder(job[1], tmp_path, "a").exchange("key", b"new", 0.3)
     with pytest.raises(errors.UsageError, match=f"earlier job's, remove {tmp_path}"):
-        Folder(job[0], tmp_path, 0)
+        Folder(job[0], tmp_path, "a")
 
 
 def test_folder_unusable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.UsageError, match="Set HDMA_RENDEZVOUS to a folder"):
-        Folder(Launch(0, 2, None, None, "test", None), tmp_path / "file", 0)
+        Folder(Launch(0, 2, None, None, "test", None), tmp_path / "file", "a")
 
 
 def test_store_hosted_by_rank_0(tmp_path):
@@ -121,10 +122,10 @@ def test_store_twice(tmp_path):
         "from hdma.rendezvous.torch_store import TorchStore\n"
         "store = dist.HashStore()\n"
         "one = launch.Launch(1, 2, None, None, 'test', None)\n"
-        "TorchStore(one, store, 0)\n"
-        "TorchStore(one, store, 1)\n"
+        "TorchStore(one, store, 'a')\n"
+        "TorchStore(one, store, 'b')\n"
         "try:\n"
-        "    TorchStore(one, store, 0)\n"
+        "    TorchStore(one, store, 'a')\n"
         "except errors.UsageError as error:\n"
         "    print(error)\n"
     )

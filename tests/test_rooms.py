@@ -11,18 +11,19 @@ CSRC = ROOT / "csrc"
 ALLOWED: dict[str, set[str]] = {
     "base": set(),
     "plan": {"base"},
-    "shared": {"base", "plan"},
+    "memory": {"base"},
+    "shared": {"base", "memory", "plan"},
     "kernels/copy_host": set(),
     "kernels/reduce_host": {"kernels/copy_host", "base", "plan", "kernels/reduce_loops"},
     "device/device": {"shared"},
-    "device/host": {"device/device", "kernels/copy_host", "kernels/reduce_host"},
+    "device/host": {"device/device", "memory", "kernels/copy_host", "kernels/reduce_host"},
     "wire/wire": {"base", "plan"},
     "wire/tcp": {"wire/wire"},
     "calls": {"shared"},
     "control": {"calls"},
     "proxy": {"calls", "wire/wire"},
     "engine": {"calls", "control", "device/device", "proxy"},
-    "bindings": {"engine"},
+    "bindings": {"engine", "memory"},
 }
 
 

@@ -7,16 +7,16 @@
 // Ordering: the walking thread copies, then raises with release; non-temporal stores, which are not ordered by that,
 // are fenced before copy() returns.
 #include <errno.h>
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/sysinfo.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../kernels/copy_host.h"
 #include "../kernels/reduce_host.h"
+#include "../memory.h"
 #include "device.h"
 
 namespace hdma {
@@ -31,7 +31,7 @@ class Host final : public Device {
             void *at = mmap(nullptr, window_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, part.memory.get(), 0);
             if (at == MAP_FAILED)
                 throw Error(Kind::Device, format("rank %d cannot map the window of rank %d (%zu bytes): %s", rank,
-                                                 part.rank, window_nbytes, errno_text(errno).c_str()));
+                                                 part.rank, window_nbytes, mmap_error_text(errno).c_str()));
             pids_[part.rank] = part.pid;
             windows_[part.rank] = static_cast<char *>(at);
             if (part.rank == rank) memory_ = std::move(part.memory);
@@ -44,18 +44,11 @@ class Host final : public Device {
     }
 
     void allocate_window() override {
-        // Reserved page by page now: a bare ftruncate would answer a full memory with SIGBUS at the first touch.
-        int error;
-        do error = posix_fallocate(memory_.get(), 0, window_nbytes_);
-        while (error == EINTR);
-        if (!error) return;
-        struct sysinfo info {};
-        sysinfo(&info);
-        throw Error(Kind::Device, format("rank %d cannot allocate its window: %zu bytes of shared memory needed, about "
-                                         "%llu bytes of memory free: %s. Set HDMA_WINDOW_BYTES lower or free memory",
-                                         rank_, window_nbytes_,
-                                         static_cast<unsigned long long>(info.freeram) * info.mem_unit,
-                                         errno_text(error).c_str()));
+        size_t sharers = 0;  // All mates come to their first collective.
+        for (int peer = 0; peer < static_cast<int>(windows_.size()); ++peer)
+            sharers += shared_.has(peer) && !shared_.board(peer).window_ready.value.load();
+        reserve_memory(memory_.get(), window_nbytes_, std::max<size_t>(sharers, 1),
+                       format("rank %d cannot allocate its window", rank_));
     }
 
     char *window(int rank) override { return windows_[rank]; }

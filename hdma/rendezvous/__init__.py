@@ -6,7 +6,6 @@ else MPI. To add a meeting place: a file with a subclass, and a line in `make`.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 
@@ -17,9 +16,8 @@ from hdma.rendezvous.base import Rendezvous, SingleProcess
 
 __all__ = ["Rendezvous", "SingleProcess", "make"]
 
-# Each meeting of a process has a name of its own, or a second init() would read what the first left behind. All ranks
-# of a job meet the same number of times, so they agree on it.
-_meetings = itertools.count()
+# All starts of a job have the same name: what tells them apart is what the ranks join with (board.py).
+_WORLD = "world"
 
 
 def make(launch: Launch, timeout_s: float) -> Rendezvous:
@@ -30,29 +28,28 @@ def make(launch: Launch, timeout_s: float) -> Rendezvous:
     """
     if launch.size == 1:
         return SingleProcess()
-    meeting = next(_meetings)
     folder = env.RENDEZVOUS.read()
     if folder is not None:
         from hdma.rendezvous.folder import Folder
 
-        return Folder(launch, folder, meeting)
+        return Folder(launch, folder, _WORLD, timeout_s)
     dist = sys.modules.get("torch.distributed")
     if launch.launcher == "torch.distributed" and dist:
         from hdma.rendezvous.torch_store import TorchStore
 
-        return TorchStore(launch, dist.distributed_c10d._get_default_store(), meeting)
+        return TorchStore(launch, dist.distributed_c10d._get_default_store(), _WORLD, timeout_s=timeout_s)
     if launch.launcher in ("mpirun", "mpiexec"):
         from hdma.rendezvous.mpi import Mpi
 
-        return Mpi(launch, meeting, timeout_s)
+        return Mpi(launch, _WORLD, timeout_s)
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         from hdma.rendezvous import torch_store
 
-        return torch_store.from_environment(launch, meeting, timeout_s)
+        return torch_store.from_environment(launch, _WORLD, timeout_s)
     if launch.launcher == "srun":
         from hdma.rendezvous.mpi import Mpi
 
-        return Mpi(launch, meeting, timeout_s)
+        return Mpi(launch, _WORLD, timeout_s)
     raise UsageError(
         f"{launch}: the ranks have no place to meet. Set HDMA_RENDEZVOUS to a folder that all ranks share, or "
         "MASTER_ADDR and MASTER_PORT to an address of rank 0, or start the program with torchrun or mpirun"

@@ -19,8 +19,19 @@ class Rendezvous(ABC):
     def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
         """Everyone's `payload`, by rank. All ranks call it with the same keys in the same order.
 
-        Raises hdma's `TimeoutError` that names the ranks which did not come within `timeout_s`.
+        Raises hdma's `TimeoutError` that names the ranks which did not come within `timeout_s`, and as `check` does.
         """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises the error that another rank told, or a `WireError` if its process has ended. Never waits."""
+
+    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027
+        """Asks `check` too, whenever it looks whether another rank has failed: it raises if so."""
+
+    @abstractmethod
+    def tell(self, error: BaseException) -> None:
+        """Tells the others that this rank cannot start, and why, so that they need not wait for it. Never raises."""
 
     @abstractmethod
     def close(self) -> None:
@@ -47,6 +58,12 @@ class SingleProcess(Rendezvous):
 
     def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
         return [payload]
+
+    def check(self) -> None:
+        pass
+
+    def tell(self, error: BaseException) -> None:
+        pass
 
     def close(self) -> None:
         pass

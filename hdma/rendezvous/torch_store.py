@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from hdma.errors import UsageError, WireError
+from hdma.errors import Error, UsageError, WireError
 from hdma.launch import Launch
 from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, missing_error, twice_error
+from hdma.rendezvous.board import Board, process_of
 
 # The host waits no longer than this for others to have read, and stays this long after it has given up.
 _READ_S, _LINGER_S = 5.0, 0.2
 
 # What this process hosts lives as long as it does: another rank may already use the port for torch.distributed.
-_hosted: list[Any] = []
+_hosted: dict[tuple[str, str], Any] = {}
+# The keys under which this process has joined and not left.
+_here: set[str] = set()
 
 
-def from_environment(launch: Launch, meeting: int, timeout_s: float) -> TorchStore:
+def from_environment(launch: Launch, meeting: str, timeout_s: float) -> TorchStore:
     """Joins the store at MASTER_ADDR:MASTER_PORT, as torch's env:// does: torchrun's, else rank 0 hosts it.
 
     Raises `UsageError` if the address cannot be used, hdma's `TimeoutError` if nobody listens there for `timeout_s`.
@@ -53,8 +58,8 @@ def from_environment(launch: Launch, meeting: int, timeout_s: float) -> TorchSto
             raise twice_error(0, f"{where} is taken", remedy) from error
         raise WireError(f"rank {launch.rank} cannot {'host' if host else 'join'} {where}: {reason}") from error
     if host:
-        _hosted.append(store)
-    return TorchStore(launch, store, meeting, where, host)
+        _hosted[address, port] = store
+    return TorchStore(launch, store, meeting, where, host, timeout_s)
 
 
 def _listens(address: str, port: int, left_s: float) -> bool:
@@ -65,75 +70,119 @@ def _listens(address: str, port: int, left_s: float) -> bool:
         return False
 
 
-class TorchStore(Rendezvous):
+class TorchStore(Board):
     """Ranks meet in `store`, under keys of the prefix hdma/. Raises `UsageError` if this rank is there already."""
 
     def __init__(
-        self, launch: Launch, store: Any, meeting: int | str, where: str = "torch's store", host: bool = False
+        self,
+        launch: Launch,
+        store: Any,
+        meeting: str | int,
+        where: str = "torch's store",
+        host: bool = False,
+        timeout_s: float = 300.0,
     ) -> None:
-        self.rank, self.size = launch.rank, launch.size
-        self._launch, self._meeting, self._closed = launch, meeting, False
-        self._store, self._where, self._host, self._count = store, where, host, 0
+        super().__init__(launch.rank, launch.size, where, timeout_s)
+        self._launch, self._meeting, self._store, self._host = launch, meeting, store, host
         # A restarted job finds the keys of its last life in torchrun's store.
         self._prefix = f"hdma/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{meeting}"
-        try:
-            claims = store.add(f"{self._prefix}/joined/{self.rank}", 1)
-        except RuntimeError as error:
-            raise self._lost("join", error) from error
-        if claims > 1:
-            raise twice_error(self.rank, f"{where} has seen it", "give each process a RANK of its own")
-
-    def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        if self._closed:
-            raise UsageError(f"rank {self.rank} has left {self._where}: no exchange of {key!r} after close()")
-        try:
-            return self._exchange(key, payload, timeout_s)
-        except RuntimeError as error:
-            if type(error).__module__.startswith("hdma"):
-                raise
-            raise self._lost(key, error) from error
-
-    def close(self) -> None:
-        self._closed = True
+        with self._reachable():
+            self._join()
 
     def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
         if len(ranks) == 1:
             return SingleProcess()
         launch = replace(self._launch, rank=ranks.index(self.rank), size=len(ranks))
-        return TorchStore(launch, self._store, f"{self._meeting}/{label}", self._where, self._host)
+        name = f"{self._meeting}/{self.session}/{label}"
+        return TorchStore(launch, self._store, name, self._where, self._host, self._timeout_s)
 
-    def _exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        store, deadline = self._store, Deadline(timeout_s)
-        self._count += 1
-        stem = f"{self._prefix}/{self._count}.{key}"
-        names = [f"{stem}/{rank}" for rank in range(self.size)]
-        store.set(names[self.rank], payload)
+    def tell(self, error: BaseException) -> None:
+        super().tell(error)
+        if self._host and not self._closed:
+            time.sleep(_LINGER_S)  # The store goes when the host does: let the others learn why first.
+
+    def _join(self) -> None:
+        key, old = self._name("joined", self.rank), b""
+        while True:
+            found = bytes(self._store.compare_set(key, old.decode(), self.record.decode()))
+            if found == self.record:
+                break
+            if found == old:  # Somebody else was faster.
+                raise self._twice(found)
+            process = process_of(found)
+            free = process and ((process.is_this and key not in _here) or process.is_gone)
+            if not free:
+                raise self._twice(found)
+            old = found
+        _here.add(key)
+        self._count_change("joins")
+        if not old:
+            self._count_in("joined")
+
+    def _leave(self) -> None:
+        _here.discard(self._name("joined", self.rank))
+
+    def _twice(self, found: bytes) -> UsageError:
+        holder = process_of(found) or "another process"
+        return twice_error(self.rank, f"{self._where} holds {holder}", "give each process a RANK of its own")
+
+    def _pin(self, name: str, content: bytes) -> None:
+        with self._reachable():
+            self._store.set(self._name(name, self.rank), content)
+            if name == "told":
+                self._count_change("tells")
+            else:
+                self._count_in(name)
+
+    def _read(self, name: str, ranks: Iterable[int]) -> dict[int, bytes]:
+        with self._reachable():
+            ranks = sorted(ranks)
+            names = [self._name(name, rank) for rank in ranks]
+            if not names or self._store.check(names):
+                return dict(zip(ranks, map(bytes, self._get(names))))
+            there = [rank for rank, one in zip(ranks, names) if self._store.check([one])]
+            return {rank: bytes(self._store.get(self._name(name, rank))) for rank in there}
+
+    def _changes(self) -> tuple[object, object]:
+        with self._reachable():
+            return self._store.add(f"{self._prefix}/joins", 0), self._store.add(f"{self._prefix}/tells", 0)
+
+    def _complete(self, name: str) -> bool:
+        with self._reachable():
+            return bool(self._store.check([f"{self._prefix}/{name}/all"]))
+
+    def _finished(self, name: str, deadline: Deadline) -> None:
+        with self._reachable():
+            read = self._store.add(f"{self._prefix}/{name}/read", 1)
+            if self._host and read < self.size:
+                all_read = partial(self._store.add, f"{self._prefix}/{name}/read", 0)
+                Deadline(min(_READ_S, deadline.left_s)).until(lambda: all_read() == self.size)
+
+    def _name(self, name: str, rank: int) -> str:
+        return f"{self._prefix}/{name}/{rank}"
+
+    def _get(self, names: list[str]) -> list[bytes]:
+        store = self._store
+        found: list[bytes] = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+        return found
+
+    def _count_in(self, name: str) -> None:
         # The last to come tells the others, so that a look costs one key however many ranks there are.
-        if store.add(f"{stem}/here", 1) == self.size:
-            store.set(f"{stem}/all", b"1")
-        gave_up = False
+        if self._store.add(f"{self._prefix}/{name}/here", 1) == self.size:
+            self._store.set(f"{self._prefix}/{name}/all", b"1")
 
-        def decided() -> bool:
-            nonlocal gave_up
-            gave_up = store.check([f"{stem}/gave_up"])
-            return bool(gave_up or store.check([f"{stem}/all"]))
+    def _count_change(self, kind: str) -> None:
+        self._store.add(f"{self._prefix}/{kind}", 1)
 
-        if not deadline.until(decided) or gave_up:
-            missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-            if self._host:
-                # The store goes when the host does: let the others learn why first.
-                store.set(f"{stem}/gave_up", b"1")
-                time.sleep(_LINGER_S)
-            raise missing_error(self._where, key, self.rank, missing, self.size, timeout_s)
-        payloads = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
-        read = store.add(f"{stem}/read", 1)
-        if self._host and read < self.size:
-            Deadline(min(_READ_S, deadline.left_s)).until(lambda: store.add(f"{stem}/read", 0) == self.size)
-        return [bytes(payload) for payload in payloads]
-
-    def _lost(self, key: str, error: RuntimeError) -> WireError:
-        reason = str(error).splitlines()[0]
-        return WireError(
-            f"rank {self.rank} lost {self._where} while meeting the others ({key!r}): {reason}. The process that hosts "
-            "the store has ended: look at its output first"
-        )
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except Error:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise WireError(
+                f"rank {self.rank} lost {self._where} while meeting the others: {reason}. The process that hosts the "
+                "store has ended: look at its output first"
+            ) from error
