@@ -19,7 +19,7 @@ def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, s
 
 
 def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, **more: object) -> None:
-    finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], grid_env(grid, folder, **more))
+    finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], grid_env(grid, folder, **more), timeout_s=150.0)
     assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)
 
 
