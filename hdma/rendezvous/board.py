@@ -136,7 +136,7 @@ class Board(Rendezvous):
 
     def check(self) -> None:
         changes = self._changes()
-        if changes != self._seen:
+        if changes != self._seen or not self.session:
             self._seen = changes
             if self._complete("joined"):
                 self._look_at_joined()

@@ -115,9 +115,10 @@ class TorchStore(Board):
                 raise self._twice(found)
             old = found
         _here.add(key)
-        self._count_change("joins")
         if not old:
             self._count_in("joined")
+        # Last: who sees it looks at the rest.
+        self._count_change("joins")
 
     def _leave(self) -> None:
         _here.discard(self._name("joined", self.rank))
