@@ -25,13 +25,13 @@ build: $(VENV)/built
 demo: build
 	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/overlap.py --json overlap.json --plot overlap.png
 
-# What needs no process of its own runs beside the rest.
-PAPER := $(addprefix tests/test_,layout.py plan.py plan_faults.py simulator.py timing.py)
+# What has no deadlines of its own to keep runs beside the rest.
+BESIDE := $(addprefix tests/test_,layout.py plan.py plan_faults.py simulator.py timing.py bench.py info.py)
 
 test: build
-	$(BIN)/python -m pytest $(PAPER) > paper.log 2>&1 & paper=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAPER)); code=$$?; \
-	wait $$paper || code=1; cat paper.log; exit $$code
+	$(BIN)/python -m pytest $(BESIDE) > beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); code=$$?; \
+	wait $$beside || code=1; cat beside.log; exit $$code
 
 lint: build
 	$(BIN)/ruff check .
@@ -52,7 +52,7 @@ bench: build $(MPICH)/installed
 	    --plot bench.png
 
 clean:
-	rm -rf $(VENV) paper.log overlap.json overlap.png bench-*.jsonl bench.png build dist *.egg-info hdma/*.so
+	rm -rf $(VENV) beside.log overlap.json overlap.png bench-*.jsonl bench.png build dist *.egg-info hdma/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Beside the environment, not in it: both MPIs bring a bin/mpirun. (--target would lose the wheel's lib folder.)

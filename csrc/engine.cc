@@ -9,7 +9,7 @@ namespace hdma {
 namespace {
 
 // Shards from this length on leave the caches before the caller can read them all.
-constexpr int64_t kStreamingNbytes = 2 << 20;
+constexpr int64_t kStreamingNbytes = 1 << 20;
 // How often a wait looks whether the user has pressed Ctrl-C.
 constexpr int64_t kInterruptNs = 200 * 1000 * 1000;
 
