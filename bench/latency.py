@@ -21,11 +21,12 @@ def main() -> None:
     world = MPI.COMM_WORLD
     comm = hdma.init()
     part, whole = np.ones(256, np.float32), np.ones(256 * comm.size, np.float32)
+    sum_of, summed = np.ones(256 * comm.size, np.float32), np.ones(256, np.float32)
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "all_gather": (lambda: comm.all_gather(whole, part), lambda: world.Allgather(part, whole)),
         "reduce_scatter": (
-            lambda: comm.reduce_scatter(part, whole, "max"),
-            lambda: world.Reduce_scatter_block(whole, part, MPI.MAX),
+            lambda: comm.reduce_scatter(summed, sum_of),
+            lambda: world.Reduce_scatter_block(sum_of, summed),
         ),
         "all_reduce": (
             lambda: comm.all_reduce(part, "max"),

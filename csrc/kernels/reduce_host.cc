@@ -61,7 +61,7 @@ struct Loops {
 #pragma GCC pop_options
 #endif
 
-Loops loops_of(Dtype dtype) {
+const Loops &loops_of(Dtype dtype) {
 #if defined(__x86_64__)
     static const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
@@ -76,7 +76,7 @@ Loops loops_of(Dtype dtype) {
 
 void reduce_host(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
                  Dtype src_type, size_t element_count, bool streaming) {
-    const Loops in = loops_of(src_type), out = loops_of(dst_type);
+    const Loops &in = loops_of(src_type), &out = loops_of(dst_type);
     auto *to = static_cast<char *>(dst);
     auto *from = reinterpret_cast<const char *const *>(srcs);
     bool sums = op == Op::Sum || op == Op::Avg;
