@@ -164,8 +164,10 @@ nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
     if (!found.is_valid() || get(tensor, names.is_cpu).ptr() != Py_True || !says(tensor, names.is_contiguous) ||
         says(tensor, names.is_neg) || (PyTuple_GET_ITEM(found.ptr(), 2) == Py_True && says(tensor, names.is_conj)))
         return nb::none();
-    return make_buffer(nb::cast<uintptr_t>(call(tensor, names.data_ptr)), nb::cast<int64_t>(call(tensor, names.numel)),
-                       found);
+    auto address = nb::cast<uintptr_t>(call(tensor, names.data_ptr));
+    auto numel = nb::cast<int64_t>(call(tensor, names.numel));
+    if (!address && numel) return nb::none();  // Its storage was taken away.
+    return make_buffer(address, numel, found);
 }
 
 // Closes an engine that was dropped without close() while other threads may go on.

@@ -186,6 +186,7 @@ void Engine::execute(const Call &call, Ticket *ticket) try {
         }
     }
 } catch (const Error &error) {
+    shared_->board(config_.rank).raising.store(1, std::memory_order_seq_cst);
     // Whatever stopped this rank in mid-call leaves its peers waiting: the communicator has ended for all.
     fault_.raise(error.kind, error.text);
     throw;
@@ -225,10 +226,18 @@ char *Engine::address(const Place &place, const Call &call, const Piece &piece, 
     }
 }
 
-// Of a place in a mate's input: the flag that was waited for says that the mate is in this call, and so its record.
-uint64_t Engine::mates_address(const Place &place, const Piece &piece, int64_t offset) {
-    const Board::Record &record = shared_->board(place.rank).records[(fingerprint_.call - 1) % kRecords];
-    return record.input + place.shard * piece.input_stride + offset + place.offset;
+// From a mate's input: the flag that was waited for says that the mate is in this call, and so its record.
+void Engine::read_mate(const Place &place, const Piece &piece, int64_t offset, char *dst) {
+    const Board &board = shared_->board(place.rank);
+    const Board::Record &record = board.records[(fingerprint_.call - 1) % kRecords];
+    uint64_t address = record.input + place.shard * piece.input_stride + offset + place.offset;
+    device_->read(place.rank, dst, address, place.nbytes);
+    // The mate says that it raises before its caller can write: what was read without that word is the call's.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!board.raising.load(std::memory_order_seq_cst)) return;
+    fault_.check();
+    throw Error(Kind::Error, format("rank %d gave up %s while rank %d read its tensor", place.rank, fingerprint_.text,
+                                    config_.rank));
 }
 
 void Engine::walk(const Call &call, const Piece &piece, int64_t offset, uint32_t first_mark, Ticket *ticket) {
@@ -260,7 +269,7 @@ void Engine::walk(const Call &call, const Piece &piece, int64_t offset, uint32_t
                 bool streaming = step.dst.space == Space::Output && piece.output_stride >= kStreamingNbytes;
                 if (step.source_count == 1 && sources->wire == step.dst.wire) {
                     if (sources->space == Space::Input && sources->rank != config_.rank)
-                        device_->read(sources->rank, dst, mates_address(*sources, piece, offset), step.dst.nbytes);
+                        read_mate(*sources, piece, offset, dst);
                     else
                         device_->copy(dst, address(*sources, call, piece, offset), step.dst.nbytes, streaming);
                     ++copies;

@@ -121,7 +121,7 @@ class Engine {
     void hold(bool callers_thread, const std::string &waits_for, Wait wait);
     [[noreturn]] void time_out(const std::string &waits_for);
     char *address(const Place &place, const Call &call, const Piece &piece, int64_t offset);
-    uint64_t mates_address(const Place &place, const Piece &piece, int64_t offset);
+    void read_mate(const Place &place, const Piece &piece, int64_t offset, char *dst);
     void work();
     void drain_queue(std::unique_lock<std::mutex> &lock);
 

@@ -40,6 +40,8 @@ constexpr uint32_t kRecords = 64;
 struct Board {
     Word window_ready;  // 1 once mates may write the window
     std::atomic<uint32_t> proxy_asleep;
+    // Before a call raises: from then on its caller may reuse the tensors that mates read directly.
+    std::atomic<uint32_t> raising;
     std::atomic<uint64_t> latest_call;  // number of the last call begun
     struct alignas(64) Record {
         std::atomic<uint64_t> call;  // stored after the rest

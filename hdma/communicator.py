@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import sys
 import threading
@@ -189,7 +190,11 @@ class Communicator:
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """x = x of rank `root`, in place, for any dtype. Raises `UsageError` for a root that is no rank."""
         both = buffer(x, "x", writable=True)
-        if not isinstance(root, int) or not 0 <= root < self.size:
+        try:
+            root = operator.index(root)
+        except TypeError:
+            root = -1
+        if not 0 <= root < self.size:
             raise UsageError(f"broadcast: root must be a rank, 0 to {self.size - 1}, not {root!r}")
         return self._issue(
             self._requests.moved("broadcast", both.dtype, both.itemsize, both.nbytes, root), both, both, (x,), async_op
@@ -236,13 +241,18 @@ class Communicator:
         several. Close it when it is no longer needed. Raises `UsageError` where `ranks` are not different ranks of
         this communicator with this one among them, `TimeoutError` naming members that did not call it.
         """
-        members = tuple(ranks)
+        try:
+            members = tuple(ranks)
+        except TypeError:
+            raise UsageError(f"group: ranks must be a sequence of ranks, not {ranks!r}") from None
         if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
             raise UsageError(f"group: ranks must be different ranks, 0 to {self.size - 1}, not {list(members)}")
         if self.rank not in members:
             raise UsageError(f"group: rank {self.rank} is not among {list(members)}: only members call it")
         self._check_open("group()")
+        self._engine.check()
         with self._rendezvous.subset(members, ",".join(map(str, members))) as meeting:
+            meeting.watch(self._engine.check)  # Who waits for a member that this communicator has lost, is told.
             return Communicator(meeting, self._given_s, self)
 
     def stats(self) -> dict[str, int]:

@@ -89,7 +89,8 @@ class Requests:
         if op == "avg" and dtype not in FLOATS:
             raise UsageError(f"{operation}: {dtype} has no average: sum, then divide as you mean it")
         if wire != dtype and (wire != "float32" or dtype not in ("bfloat16", "float16")):
-            raise UsageError(f"{operation}: wire_dtype is {dtype}, or float32 for 16-bit floats, not {wire}")
+            wider = " or float32" if dtype in ("bfloat16", "float16") else ""
+            raise UsageError(f"{operation}: wire_dtype of {dtype} is {dtype}{wider}, not {wire}")
         numbers = (REDUCED.index(dtype), REDUCED.index(wire), OPS.index(op))
         variant = Variant(itemsize, 4 if wire != dtype else itemsize, shard_major=started)
         unit = "a shard" if operation == "reduce_scatter" else "in all"

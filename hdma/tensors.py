@@ -29,9 +29,10 @@ def buffer(tensor: Any, name: str, writable: bool = False) -> Buffer:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         try:
-            return tensor_buffer(tensor, _known) or _odd_tensor(torch, tensor, name)
-        except RuntimeError as error:  # Of tensors without strides or memory of their own.
-            raise UsageError(f"{name} has layout {tensor.layout}: pass a dense tensor ({error})") from error
+            found = tensor_buffer(tensor, _known)
+        except RuntimeError:  # Of tensors without strides or memory of their own.
+            found = None
+        return found or _odd_tensor(torch, tensor, name)
     raise UsageError(f"{name} must be a torch.Tensor or a numpy.ndarray, not {type(tensor).__name__}")
 
 
@@ -48,11 +49,13 @@ def _odd_array(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer
         raise UsageError(f"{name} has dtype {dtype.str}, not in this machine's byte order: convert it first")
     if dtype.hasobject:
         raise UsageError(f"{name} holds Python objects (dtype {dtype}), which cannot be moved as bytes")
-    # Of structured dtypes the name tells only the size.
-    _known[dtype] = (dtype.name if dtype.names is None else str(dtype), dtype.itemsize, False)
-    found = array_buffer(array, _known, writable)
-    assert found is not None
-    return found
+    if dtype.itemsize == 0:
+        raise UsageError(f"{name} has dtype {dtype}, whose elements have no bytes: there is nothing to move")
+    # Of structured dtypes the name tells only the size; and numpy's own structure has no flags for them, so that they
+    # always come here.
+    text = dtype.name if dtype.names is None else str(dtype)
+    _known[dtype] = (text, dtype.itemsize, False)
+    return Buffer((array.ctypes.data, array.size, array.nbytes, dtype.itemsize, text))
 
 
 def _odd_tensor(torch: Any, tensor: Any, name: str) -> Buffer:
@@ -66,7 +69,10 @@ def _odd_tensor(torch: Any, tensor: Any, name: str) -> Buffer:
         raise UsageError(f"{name} is a lazily conjugated view: pass {name}.resolve_conj().resolve_neg()")
     _known[tensor.dtype] = (str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor.is_complex())
     found = tensor_buffer(tensor, _known)
-    assert found is not None
+    if found is None:
+        raise UsageError(
+            f"{name} has no memory (a fake tensor, or its storage was resized to nothing): give it some first"
+        )
     return found
 
 

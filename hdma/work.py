@@ -57,6 +57,7 @@ class StartedCall:
     ) -> None:
         self.order = order
         self._work, self._ticket, self._bounds, self._timeout_s, self._pushes = work, ticket, bounds, timeout_s, pushes
+        self._pushed: set[int] = set()
         self._marks = {pair: mark for mark, pair in enumerate(order)}
 
     @property
@@ -65,6 +66,8 @@ class StartedCall:
 
     def range(self, part: int) -> tuple[int, int]:
         """First element, and one past the last, of a part within each shard."""
+        if not isinstance(part, int) or not 0 <= part < self.parts:
+            raise UsageError(f"there is no part {part!r}: parts go from 0 to {self.parts - 1}")
         return self._bounds[part]
 
     def wait(self, shard: int, part: int = 0) -> None:
@@ -78,7 +81,11 @@ class StartedCall:
         """ReduceScatter: this part of this shard of `inp` is ready to be read. Raises the call's `hdma.Error`."""
         if not self._pushes:
             raise UsageError("push(shard) belongs to start_reduce_scatter; an all_gather's input is ready at its start")
-        self._ticket.push(self._mark(shard, part))
+        mark = self._mark(shard, part)
+        if mark in self._pushed:
+            raise UsageError(f"(shard, part) = ({shard}, {part}) was pushed before")
+        self._pushed.add(mark)
+        self._ticket.push(mark)
 
     def finish(self) -> None:
         """Until the call is complete for this rank. Raises the call's `hdma.Error`."""

@@ -109,6 +109,10 @@ def test_leaving(how: str, grid: tuple[int, int], tmp_path: Path) -> None:
     assert codes == [first] + [0] * (len(codes) - 1), "\n".join(each.out for each in finished)
 
 
+def test_tensor_reused_after_a_failed_call(tmp_path: Path) -> None:
+    run_grid("reused.py", (1, 2), tmp_path, HDMA_TIMEOUT_S=20)
+
+
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=shape_name)
 def test_dropped_with_a_call_in_flight(grid: tuple[int, int], tmp_path: Path) -> None:
     run_grid("dropped.py", grid, tmp_path, HDMA_TIMEOUT_S=20)

@@ -114,6 +114,8 @@ def test_too_long_a_shard_and_half_an_element_are_refused() -> None:
         build("all_gather", layout, max_shard_nbytes(layout, Variant()) + 1, Variant())
     with pytest.raises(UsageError, match="whole elements"):
         build("all_gather", layout, 6, Variant(element_nbytes=4))
+    with pytest.raises(UsageError, match="nbytes must be a whole number"):
+        make_plan("all_gather", nodes=2, ranks_per_node=2, nbytes=1e6)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no operation 'gather'"):
         build("gather", layout, 4, Variant())
 

@@ -92,6 +92,9 @@ def make_plan(
     The slots are made as large as `nbytes` in MAX_CHUNKS chunks needs (or `chunk_nbytes`).
     Raises `UsageError` for what cannot be built.
     """
+    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nbytes", nbytes)):
+        if not isinstance(value, int):
+            raise UsageError(f"{name} must be a whole number (an int), not {value!r}")
     variant = Variant(
         element_nbytes, wire_nbytes, (1 if slots >= 4 else 0) if skew is None else skew, shard_major, root
     )

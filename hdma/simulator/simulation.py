@@ -76,6 +76,8 @@ def simulate(plans: Plan | Sequence[Plan], machine: str | Machine | None = None)
     plan is wrong; `UsageError` for an unknown machine or plans that do not share a layout.
     """
     calls = (plans,) if isinstance(plans, Plan) else tuple(plans)
+    if not all(isinstance(plan, Plan) for plan in calls):
+        raise UsageError(f"simulate takes plans, as hdma.make_plan makes them, not {plans!r}")
     found = None if machine is None else find_machine(machine)
     with no_collector():
         scripts = write_scripts(calls)
