@@ -142,7 +142,7 @@ class Engine {
         std::shared_ptr<Ticket> ticket;
     };
     std::mutex walk_mutex_, queue_mutex_;
-    std::atomic<std::thread::id> walking_{};  // who holds walk_mutex_
+    std::atomic<std::thread::id> walking_{};  // the thread that is in execute()
     std::condition_variable queue_changed_;
     std::deque<Job> queue_;  // the front is being walked
     std::atomic<bool> closing_{false};

@@ -1,4 +1,4 @@
-"""hdma: AllGather and ReduceScatter by copy engines inside a node and RDMA between nodes."""
+"""hdma: collectives that leave the compute units alone, by copy engines inside a node and RDMA between nodes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from typing import Any
 from hdma import _core
 from hdma.version import VERSION
 
-# What csrc/kernels asks for: the copy that spares the caches, the reductions of 16-bit floats.
+# Without these csrc/kernels is slow: the copy that spares the caches, the reductions of 16-bit floats. AVX-512 is used
+# where it is there.
 CPU_FEATURES = ("avx2", "f16c")
 _UNLIMITED = 1 << 60
 
