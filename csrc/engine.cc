@@ -156,7 +156,6 @@ void Engine::work() {
             error = e;
         } catch (const std::exception &e) {
             error = Error(Kind::Error, e.what());
-            fault_.raise(Kind::Error, format("rank %d: %s", config_.rank, e.what()));
         }
         job.ticket->complete(std::move(error));
         lock.lock();
@@ -189,6 +188,10 @@ void Engine::execute(const Call &call, Ticket *ticket) try {
     shared_->board(config_.rank).raising.store(1, std::memory_order_seq_cst);
     // Whatever stopped this rank in mid-call leaves its peers waiting: the communicator has ended for all.
     fault_.raise(error.kind, error.text);
+    throw;
+} catch (const std::exception &error) {  // No memory, for one.
+    shared_->board(config_.rank).raising.store(1, std::memory_order_seq_cst);
+    fault_.raise(Kind::Error, format("rank %d: %s", config_.rank, error.what()));
     throw;
 }
 
