@@ -14,6 +14,8 @@ from setuptools.command.build_ext import build_ext
 CXXFLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fPIC", "-pthread", "-ffunction-sections", "-fdata-sections"]
 # Without -fno-trapping-math the compiler may not turn comparisons of floats into vector code.
 OURS = ["-Wall", "-Wextra", "-fno-trapping-math"]
+# What the assembler reads (.incbin), of which the compiler knows nothing.
+EMBEDDED = {"csrc/kernels/source.cc": ["csrc/kernels/reduce_gpu.cu"]}
 NANOBIND = ["-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS", "-w"]
 
 
@@ -32,7 +34,7 @@ class Build(build_ext):
             flags = CXXFLAGS + (OURS if ours else NANOBIND)
             (target,) = self.compiler.object_filenames([source], output_dir=folder)
             depends = target + ".d"
-            if not up_to_date(target, depends):
+            if not up_to_date(target, depends, EMBEDDED.get(source, [])):
                 includes = ["csrc", include, robin_map]
                 flags = [*flags, "-MD", "-MF", depends]
                 self.compiler.compile([source], output_dir=folder, include_dirs=includes, extra_postargs=flags)
@@ -46,12 +48,12 @@ class Build(build_ext):
         os.replace(path + ".new", path)
 
 
-def up_to_date(target: str, depends: str) -> bool:
+def up_to_date(target: str, depends: str, embedded: list[str]) -> bool:
     """Whether `target` is newer than this file and than every file that its last compilation read."""
     try:
         made = os.stat(target).st_mtime
         read = shlex.split(Path(depends).read_text().replace("\\\n", " ").split(":", 1)[1])
-        return all(os.stat(path).st_mtime < made for path in [*read, __file__])
+        return all(os.stat(path).st_mtime < made for path in [*read, *embedded, __file__])
     except OSError:
         return False
 
