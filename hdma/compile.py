@@ -10,7 +10,7 @@ from hdma.plan import LANES, Place, Plan, Step
 
 # The numbers of Verb and Space in csrc/plan.h; lanes are numbered as in LANES.
 VERBS = ("copy", "put", "signal", "wait", "reduce", "enter", "leave")
-SPACES = ("none", "input", "output", "window")
+SPACES = ("none", "input", "output", "window", "host")
 _WIRE = 0x100
 _NOWHERE = Place("none", 0, 0, 0, 0)
 

@@ -25,7 +25,8 @@ PROXY_LANES = ("put", "credit")
 
 class Place(NamedTuple):
     """`nbytes` bytes of `rank`: at shard * (the call's shard stride) + offset in `input` or `output`, at `offset` in
-    its `window`. `wire`: the elements there are in the wire dtype (node sums), not in the tensor's."""
+    its `window`, or in its `host` window, which has the same slots. `wire`: the elements there are in the wire dtype
+    (node sums), not in the tensor's."""
 
     space: str
     rank: int
@@ -35,7 +36,7 @@ class Place(NamedTuple):
     wire: bool = False
 
     def __str__(self) -> str:
-        shard = f"[{self.shard}]" if self.space != "window" else ""
+        shard = f"[{self.shard}]" if self.space in ("input", "output") else ""
         return f"{self.space}{shard}@{self.rank}+{self.offset}:{self.nbytes}"
 
 
@@ -92,6 +93,10 @@ class Variant:
     shard_major: all chunks of a shard before the next shard, so that shards complete one after the other.
     root: the rank that a broadcast starts from.
     direct: node mates read each other's tensors; for one node.
+    in_place: the input of a direct AllGather is the rank's shard of the output, which all ranks have so.
+    batched: the copies from all node mates are handed over at once, behind the waits for all.
+    host_wire: windows are a GPU's, of which the wire takes no memory: what goes to other nodes and what comes from
+        there is copied by plan, from and to a slot of the host window.
     """
 
     element_nbytes: int = 1
@@ -100,6 +105,9 @@ class Variant:
     shard_major: bool = False
     root: int = 0
     direct: bool = False
+    in_place: bool = False
+    batched: bool = False
+    host_wire: bool = False
 
     def __post_init__(self) -> None:
         element, wire = self.element_nbytes, self.wire_nbytes
@@ -162,11 +170,16 @@ class Steps:
         nbytes = chunk.nbytes * (self.variant.wire_ratio if wire else 1)
         return Place("window", ring.owner, 0, self.layout.slot_offset(ring, self._at(ring, index)), nbytes, wire)
 
-    def enter(self, lane: str) -> None:
-        """Before the lane's first touch of the caller's tensors."""
+    def wire_slot(self, ring: Ring, index: int, chunk: Chunk, wire: bool = False) -> Place:
+        """Where the wire reads or writes the slot: there, or in the host window."""
+        slot = self.slot(ring, index, chunk, wire)
+        return slot._replace(space="host") if self.variant.host_wire else slot
+
+    def enter(self, lane: str, gives: int | None = None) -> None:
+        """Before the lane's first touch of the caller's tensors; `gives`: a shard that is complete from the start."""
         if lane not in self._entered:
             self._entered.add(lane)
-            self._add("enter", lane)
+            self._add("enter", lane, gives=gives)
 
     def leave(self) -> None:
         """After the last touch of every lane that entered."""
@@ -187,8 +200,10 @@ class Steps:
         self._add("signal", lane, flag=flag, value=self._raised(flag, index))
 
     def copy(self, lane: str, dst: Place, src: Place, needs: int | None = None, gives: int | None = None) -> None:
-        """Between ranks a copy; on one device a reduce of one source (a driver's memcpy would hold compute units)."""
-        self._add("copy" if dst.rank != src.rank else "reduce", lane, dst, (src,), needs=needs, gives=gives)
+        """Between ranks, or with the host, a copy; on one device a reduce of one source (a driver's memcpy would hold
+        compute units)."""
+        moves = dst.rank != src.rank or "host" in (dst.space, src.space)
+        self._add("copy" if moves else "reduce", lane, dst, (src,), needs=needs, gives=gives)
 
     def reduce(self, lane: str, dst: Place, srcs: list[Place], needs: int | None = None) -> None:
         self._add("reduce", lane, dst, tuple(srcs), needs=needs)

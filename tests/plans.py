@@ -27,9 +27,10 @@ def calls(
     skew: int = 0,
     shard_major: bool = False,
     root: int = 0,
+    host_wire: bool = False,
 ) -> list[Plan]:
     """A plan for each letter; letters that are the same share it. Chunks fill their slots."""
     layout = Layout(Topology(nodes, mates), slots, CHUNK_NBYTES)
-    variant = Variant(skew=skew, shard_major=shard_major, root=root)
+    variant = Variant(skew=skew, shard_major=shard_major, root=root, host_wire=host_wire, batched=host_wire)
     plans = {letter: build(NAMES[letter], layout, chunks * CHUNK_NBYTES, variant) for letter in set(word)}
     return [plans[letter] for letter in word]

@@ -19,6 +19,12 @@ from hdma.simulator.symmetry import check_symmetry
 from hdma.topology import Topology
 
 
+def test_every_grid_to_5x5_is_proved() -> None:
+    for nodes, mates in itertools.product(range(1, 6), repeat=2):
+        assert prove(calls("aarra", nodes, mates, slots=1, chunks=3)).view is None
+
+
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_every_grid_to_8x8_is_proved_in_under_a_minute() -> None:
     # One slot and three chunks: every slot is used again within a call and by the next call. All pairs of calls occur.
@@ -44,6 +50,7 @@ def test_every_operation_behind_every_other(slots: int, chunks: int, skew: int) 
             prove(calls(word, nodes, mates, slots, chunks, skew, root=root))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_large_grids_of_every_operation() -> None:
     for nodes, mates in [(1, 8), (8, 1), (4, 4), (8, 8)]:
@@ -53,6 +60,7 @@ def test_large_grids_of_every_operation() -> None:
         prove(calls("b", 16, 8, slots=1, chunks=1))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_64x8_is_proved_by_the_view_of_a_node() -> None:
     start_s = time.process_time()
@@ -79,6 +87,50 @@ def test_tensors_read_where_they_are() -> None:
         build("all_gather", Layout(Topology(2, 2), 1, CHUNK_NBYTES), CHUNK_NBYTES, Variant(skew=0, direct=True))
 
 
+def test_plans_for_gpus() -> None:
+    # Windows whose rails go through host memory, copies of node mates in batches.
+    word = "".join(a + b for a in NAMES for b in NAMES)
+    for nodes, mates in [(1, 2), (2, 1), (3, 2), (2, 3)]:
+        for slots, chunks, skew in ((1, 3, 0), (4, 5, 1)):
+            prove(calls(word, nodes, mates, slots, chunks, skew, root=nodes * mates - 1, host_wire=True))
+            prove(calls("arara", nodes, mates, slots, min(slots, chunks), skew, shard_major=True, host_wire=True))
+    prove(calls("arAotra", 4, 8, slots=1, chunks=2, host_wire=True))
+    (plan,) = calls("a", 2, 2, 1, 3, host_wire=True)
+    check_symmetry(plan)
+    mixed = calls("a", 2, 2, 1, 3)[0]
+
+    def from_the_wrong_window(steps: list[Step]) -> None:
+        put = next(i for i, s in enumerate(steps) if s.verb == "put" and s.srcs)
+        steps[put] = next(s for s in mixed.steps(0) if s.verb == "put" and s.srcs)
+
+    with pytest.raises(PlanError, match="no memory of that window"):
+        prove([edited(plan, from_the_wrong_window, rank=0)])
+
+
+@pytest.mark.parametrize("letter", "art")
+def test_every_wait_and_signal_of_a_plan_for_gpus_is_needed(letter: str) -> None:
+    plan, other = calls(letter + ("a" if letter == "r" else "r"), 2, 2, 1, 3, host_wire=True)
+    for fault in drops(plan):
+        assert rejection(fault, other) is not None, fault.step
+
+
+def test_tensors_in_symmetric_memory() -> None:
+    for mates in (1, 2, 3, 8):
+        layout = Layout(Topology(1, mates), 1, CHUNK_NBYTES)
+        direct = [build(name, layout, 24, Variant(skew=0, direct=True, batched=True)) for name in DIRECT]
+        in_place = build("all_gather", layout, 24, Variant(skew=0, direct=True, batched=True, in_place=True))
+        plans = [*direct, in_place, *(build(name, layout, 24, Variant(skew=0, batched=True)) for name in BUILDERS)]
+        prove([plan for pair in itertools.product(plans, plans) for plan in pair])
+        for step in in_place.steps(0):
+            assert step.verb != "reduce", "no compute units for what is in place"
+    layout = Layout(Topology(1, 3), 1, CHUNK_NBYTES)
+    in_place = build("all_gather", layout, 24, Variant(skew=0, direct=True, batched=True, in_place=True))
+    for fault in drops(in_place):
+        assert rejection(fault, build("all_gather", layout, CHUNK_NBYTES, Variant(skew=0))) is not None, fault.step
+    with pytest.raises(UsageError, match="in place"):
+        build("broadcast", layout, 24, Variant(skew=0, direct=True, in_place=True))
+
+
 def test_a_direct_read_of_a_caller_that_may_be_elsewhere_is_rejected() -> None:
     plan = build("all_gather", Layout(Topology(1, 2), 1, CHUNK_NBYTES), CHUNK_NBYTES, Variant(skew=0, direct=True))
 
@@ -93,6 +145,7 @@ def test_a_direct_read_of_a_caller_that_may_be_elsewhere_is_rejected() -> None:
         prove([leave_early])
 
 
+@pytest.mark.long
 def test_8x8_with_the_slots_and_skew_of_a_single_walker() -> None:
     prove(calls("ar", 8, 8, slots=4, chunks=5, skew=1))
 

@@ -60,6 +60,8 @@ def build(operation: str, layout: Layout, nbytes: int, variant: Variant) -> Plan
         raise UsageError(f"{operation} has no shard-major plan: {', '.join(SHARD_MAJOR)} have")
     if variant.direct and (operation not in DIRECT or layout.topology.nodes > 1 or variant.shard_major):
         raise UsageError(f"only {', '.join(DIRECT)} within one node read tensors directly, not {operation} ({variant})")
+    if variant.in_place and (operation != "all_gather" or not variant.direct):
+        raise UsageError(f"only a direct all_gather has a plan for tensors in place, not {operation} ({variant})")
     if not 0 <= variant.root < layout.topology.size:
         raise UsageError(f"root must be a rank, 0 to {layout.topology.size - 1}, not {variant.root}")
     if layout.slots < MIN_SLOTS_PER_SKEW * variant.skew + 1:

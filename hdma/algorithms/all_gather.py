@@ -25,7 +25,9 @@ def all_gather(s: Steps) -> None:
     """Writes the steps of AllGather; output shard r is the input of rank r."""
     everyone = frozenset(range(s.topology.size))
     if s.variant.direct:
-        read_mates(s, everyone, lambda q, c: s.tensor("input", q, 0, c), lambda q, c: s.place("output", q, c), True)
+        shard = (lambda q: q) if s.variant.in_place else (lambda q: 0)
+        source = lambda q, c: s.tensor("input", q, shard(q), c)  # noqa: E731
+        read_mates(s, everyone, source, lambda q, c: s.place("output", q, c), True)
         return
     s.uses(stage=len(s.chunks), rail=len(s.chunks))
     gather(Gather(s, senders=everyone, own=lambda c: s.place("input", 0, c), copies_own=True))
@@ -85,7 +87,10 @@ def _stage(g: Gather, chunks: tuple[Chunk, ...]) -> None:
         if mates or rail:
             if g.reduced:
                 s.wait_filled("near", Flag(s.rank, Ring("sum", s.rank, s.node), "reduced"), c.index)
-            s.copy("near", s.slot(ring, c.index, c), g.own(c))
+            if mates or not s.variant.host_wire:
+                s.copy("near", s.slot(ring, c.index, c), g.own(c))
+            if rail and s.variant.host_wire:
+                s.copy("near", s.wire_slot(ring, c.index, c), g.own(c))
         for mate in mates:
             s.signal("near", Flag(mate, ring, "filled"), c.index)
         if rail:
@@ -107,7 +112,7 @@ def _put(g: Gather, chunks: tuple[Chunk, ...]) -> None:
                 s.wait_filled("put", Flag(s.rank, stage, "posted"), c.index)
             s.wait_credit("put", Flag(s.rank, ring, "credit"), c.index)
             sent = Flag(s.rank, stage, "sent", s.topology.node(peer))
-            src, dst = s.slot(stage, c.index, c), s.slot(ring, c.index, c)
+            src, dst = s.wire_slot(stage, c.index, c), s.wire_slot(ring, c.index, c)
             s.put("put", dst, src, Flag(peer, ring, "filled"), sent, c.index)
 
 
@@ -133,10 +138,12 @@ def _relay(g: Gather, chunks: tuple[Chunk, ...]) -> None:
             ring = Ring("rail", s.rank, s.topology.node(sender))
             s.enter("rail")
             s.wait_filled("rail", Flag(s.rank, ring, "filled"), c.index)
-            for mate in s.topology.mates(s.rank):
+            mates, src = s.topology.mates(s.rank), s.wire_slot(ring, c.index, c)
+            if mates and s.variant.host_wire:
+                s.copy("rail", s.slot(ring, c.index, c), src)
+            for mate in mates:
                 s.signal("rail", Flag(mate, ring, "relayed"), c.index)
-            dst = s.place("output", g.shard(sender), c)
-            s.copy("rail", dst, s.slot(ring, c.index, c), gives=_whole(g, c, sender))
+            s.copy("rail", s.place("output", g.shard(sender), c), src, gives=_whole(g, c, sender))
             s.signal("rail", Flag(s.rank, ring, "own"), c.index)
 
 

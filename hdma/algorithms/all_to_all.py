@@ -79,12 +79,12 @@ def _forward(s: Steps, q: int, c: Chunk, distance: int, j: int) -> None:
     total, ring, index = Ring("sum", s.rank, m), Ring("rail", peer, s.node), c.index * t.ranks_per_node + j
     s.phase()
     s.wait_credit("rail", Flag(s.rank, total, "sent"), index)
-    s.copy("rail", s.slot(total, index, c), _source(s, q, c, peer, j))
+    s.copy("rail", s.wire_slot(total, index, c), _source(s, q, c, peer, j))
     s.signal("rail", Flag(s.rank, total, "posted"), index)
     s.phase()
     s.wait_filled("put", Flag(s.rank, total, "posted"), index)
     s.wait_credit("put", Flag(s.rank, ring, "credit"), index)
-    src, dst = s.slot(total, index, c), s.slot(ring, index, c)
+    src, dst = s.wire_slot(total, index, c), s.wire_slot(ring, index, c)
     s.put("put", dst, src, Flag(peer, ring, "filled"), Flag(s.rank, total, "sent"), index)
 
 
@@ -94,7 +94,7 @@ def _receive(s: Steps, c: Chunk, distance: int, j: int) -> None:
     ring, index = Ring("rail", s.rank, m), c.index * t.ranks_per_node + j
     s.phase()
     s.wait_filled("rail", Flag(s.rank, ring, "filled"), index)
-    s.copy("rail", s.place("output", t.rank(m, j), c), s.slot(ring, index, c))
+    s.copy("rail", s.place("output", t.rank(m, j), c), s.wire_slot(ring, index, c))
     s.signal("rail", Flag(s.rank, ring, "own"), index)
     s.phase()
     s.wait_filled("credit", Flag(s.rank, ring, "own"), index)

@@ -31,20 +31,23 @@ def read_mates(
     mates, own = s.topology.mates(s.rank), Ring("stage", s.rank, 0)
     s.uses(stage=1)
     s.phase()
-    s.enter("near")
+    s.enter("near", gives=s.rank if s.variant.in_place else None)
     if s.rank in senders:
         for mate in mates:
             s.signal("near", Flag(mate, own, "filled"), c.index)
     s.phase()
     # In rotating order, so that not all read from one.
-    for mate in mates:
-        if mate in senders:
-            ring = Ring("stage", mate, 0)
+    readable = [mate for mate in mates if mate in senders]
+    for batch in [readable] if s.variant.batched else [[mate] for mate in readable]:
+        rings = {mate: Ring("stage", mate, 0) for mate in batch}
+        for ring in rings.values():
             s.wait_filled("near", Flag(s.rank, ring, "filled"), c.index)
+        for mate in batch:
             s.copy("near", target(mate, c), source(mate, c), gives=mate if copies_own else None)
+        for mate, ring in rings.items():
             s.signal("near", Flag(mate, ring, "credit", s.local_rank), c.index)
     # While the last mates read.
-    if copies_own:
+    if copies_own and not s.variant.in_place:
         s.copy("near", target(s.rank, c), source(s.rank, c), gives=s.rank)
     s.phase()
     if s.rank in senders:

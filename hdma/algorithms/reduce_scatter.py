@@ -139,6 +139,8 @@ def _node_sum(r: Sum, q: int, c: Chunk, distance: int) -> None:
     ]
     if t.nodes > 1:
         s.reduce("rail", s.slot(total, c.index, c, wire=True), srcs, needs=index)
+        if m != s.node and s.variant.host_wire:
+            s.copy("rail", s.wire_slot(total, c.index, c, wire=True), s.slot(total, c.index, c, wire=True))
     else:
         _result(r, c, srcs, index)
     credit_scattered(s, q)
@@ -155,7 +157,7 @@ def _put(s: Steps, c: Chunk, distance: int) -> None:
     total, ring = Ring("sum", s.rank, m), Ring("rail", peer, s.node)
     s.wait_filled("put", Flag(s.rank, total, "posted"), c.index)
     s.wait_credit("put", Flag(s.rank, ring, "credit"), c.index)
-    dst, src = s.slot(ring, c.index, c, wire=True), s.slot(total, c.index, c, wire=True)
+    dst, src = s.wire_slot(ring, c.index, c, wire=True), s.wire_slot(total, c.index, c, wire=True)
     s.put("put", dst, src, Flag(peer, ring, "filled"), Flag(s.rank, total, "sent"), c.index)
 
 
@@ -169,6 +171,9 @@ def _finish(r: Sum, c: Chunk) -> None:
     s.phase()
     for ring in rings.values():
         s.wait_filled("rail", Flag(s.rank, ring, "filled"), c.index)
+    if s.variant.host_wire:
+        for ring in rings.values():
+            s.copy("rail", s.slot(ring, c.index, c, wire=True), s.wire_slot(ring, c.index, c, wire=True))
     own = Ring("sum", s.rank, s.node)
     _result(r, c, [s.slot(rings.get(m, own), c.index, c, wire=True) for m in range(t.nodes)])
     for ring in rings.values():

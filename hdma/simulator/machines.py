@@ -12,8 +12,9 @@ class Machine:
     """Rates in GB/s (1e9 bytes a second), times in seconds.
 
     `link_gb_s`: one rank to one node mate. `out_gb_s`, `in_gb_s`: one rank to and from all node mates. `nic_gb_s`: each
-    way; a rank's NIC serves one put at a time, in order. `reduce_gb_s`: bytes read and written by the reduction kernel.
-    `memory_gb_s`: of one rank, or (`one_memory`) of all ranks together. `copies_at_once`: copies of a batch in flight.
+    way; a rank's NIC serves one put at a time, in order. `host_gb_s`: a GPU to and from host memory. `reduce_gb_s`:
+    bytes read and written by the reduction kernel. `memory_gb_s`: of one rank, or (`one_memory`) of all ranks together.
+    `copies_at_once`: copies of a batch in flight.
 
     `copy_s`, `reduce_s`, `signal_s`, `wait_s`: from one step of a lane to the next, besides its bytes; `more_s`: every
     further signal or wait of a batch. `post_s`: the proxy's work for a put. `put_s`: from the last byte on the NIC to
@@ -39,7 +40,8 @@ class Machine:
     put_s: float
     one_memory: bool = False
     walkers: tuple[tuple[str, ...], ...] = (("near",), ("rail",), ("put",), ("credit",))
-    estimated: tuple[str, ...] = ()
+    host_gb_s: float = 50
+    estimated: tuple[str, ...] = ("host_gb_s",)
 
 
 # A thread walks both lanes. The proxy's lanes never hold each other.
@@ -67,7 +69,17 @@ MACHINES: dict[str, Machine] = {
             put_s=20e-6,
             one_memory=True,
             walkers=ONE_WALKER,
-            estimated=("link_gb_s", "nic_gb_s", "reduce_gb_s", "memory_gb_s", "copy_s", "wait_s", "post_s", "put_s"),
+            estimated=(
+                "link_gb_s",
+                "host_gb_s",
+                "nic_gb_s",
+                "reduce_gb_s",
+                "memory_gb_s",
+                "copy_s",
+                "wait_s",
+                "post_s",
+                "put_s",
+            ),
         ),
         # Copies by peer engines, same-device copies and a write + wait pair were measured on two GPUs (NVLink) with
         # prototypes, not by hdma.
@@ -87,7 +99,7 @@ MACHINES: dict[str, Machine] = {
             more_s=0.5e-6,
             post_s=1e-6,
             put_s=4e-6,
-            estimated=("nic_gb_s", "copies_at_once", "copy_s", "reduce_s", "more_s", "post_s", "put_s"),
+            estimated=("nic_gb_s", "host_gb_s", "copies_at_once", "copy_s", "reduce_s", "more_s", "post_s", "put_s"),
         ),
         # One copy engine a peer and 61 GB/s a link fit transfer curves that others report: 17 GB/s at 64 KB, 52 at
         # 1 MB, 60 at 8 MB.
@@ -108,7 +120,16 @@ MACHINES: dict[str, Machine] = {
             post_s=1e-6,
             put_s=4e-6,
             estimated=(
-                *("out_gb_s", "in_gb_s", "nic_gb_s", "reduce_gb_s", "memory_gb_s", "copies_at_once", "copy_s"),
+                *(
+                    "out_gb_s",
+                    "in_gb_s",
+                    "nic_gb_s",
+                    "host_gb_s",
+                    "reduce_gb_s",
+                    "memory_gb_s",
+                    "copies_at_once",
+                    "copy_s",
+                ),
                 *("reduce_s", "signal_s", "wait_s", "more_s", "post_s", "put_s"),
             ),
         ),

@@ -41,8 +41,11 @@ def meaning(plan: Plan) -> Meaning:
 
 
 def _all_gather(plan: Plan) -> Meaning:
-    put_nbytes = _leaving(plan)
-    return Meaning(1, plan.topology.size, lambda rank, shard: (shard, 0), lambda rank: put_nbytes, gives=True)
+    put_nbytes, size = _leaving(plan), plan.topology.size
+    if plan.variant.in_place:
+        holds = lambda rank, shard: (shard, shard)  # noqa: E731
+        return Meaning(size, size, holds, lambda rank: put_nbytes, gives=True, in_place=True)
+    return Meaning(1, size, lambda rank, shard: (shard, 0), lambda rank: put_nbytes, gives=True)
 
 
 def _reduce_scatter(plan: Plan) -> Meaning:

@@ -151,8 +151,8 @@ class Run:
             else:
                 self._write(script, op)
                 self.clocks.touch(script, op)
-                if op.step.gives is not None:
-                    self._complete(script, op, op.step.gives)
+            if op.step.gives is not None:
+                self._complete(script, op, op.step.gives)
         except Race as why:
             raise script.fail(op.step, str(why), call) from None
 

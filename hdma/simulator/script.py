@@ -43,7 +43,7 @@ class Script:
         t = plan.topology
         self.chunks = plan.chunks
         self._chunk_at = {(c.offset, c.nbytes): c.index for c in self.chunks}
-        self.inputs_at = numbering.window_cells
+        self.inputs_at = 2 * numbering.window_cells  # behind the windows and the host windows
         self.inputs_end = self.inputs_at + t.size * self.meaning.input_shards * len(self.chunks)
         self.outputs_at = self.inputs_at if self.meaning.in_place else self.inputs_end
         self.cells = self.outputs_at + t.size * self.meaning.output_shards * len(self.chunks)
@@ -80,7 +80,7 @@ class Script:
     def cell_rank(self, cell: int) -> int:
         """The rank whose memory the cell is."""
         if cell < self.inputs_at:
-            return cell // self.numbering.rank_slots
+            return cell % self.numbering.window_cells // self.numbering.rank_slots
         if cell < self.inputs_end:
             return (cell - self.inputs_at) // (self.meaning.input_shards * len(self.chunks))
         return (cell - self.outputs_at) // (self.meaning.output_shards * len(self.chunks))
@@ -89,6 +89,10 @@ class Script:
         verb = step.verb
         lane = self.numbering.lane(step.rank, step.lane)
         op = Op(step, verb, lane)
+        if step.gives is not None:
+            if (step.rank, step.gives) in self._given:
+                raise self.fail(step, f"gives shard {step.gives} a second time")
+            self._given.add((step.rank, step.gives))
         if verb == "wait":
             op.word, op.count, who = self._flag(step, step.flag)
             op.value = step.value
@@ -151,6 +155,8 @@ class Script:
             raise self.fail(step, "a put goes from the rank that posts it to the rank whose flag it raises")
         if (step.dst.nbytes, step.dst.wire) != (src.nbytes, src.wire):
             raise self.fail(step, "source and destination differ in bytes or dtype")
+        if ("window" if self.plan.variant.host_wire else "host") in (src.space, step.dst.space):
+            raise self.fail(step, "the wire takes no memory of that window")
         op.dst, op.srcs = self._spot(step, op.lane, step.dst), (self._spot(step, op.lane, src),)
         self.put_nbytes[step.rank] += src.nbytes
         self.link_nbytes[step.rank, peer] += src.nbytes
@@ -164,30 +170,31 @@ class Script:
             (src,) = step.srcs
             self._check_mate(step, src.rank)
             self._check_mate(step, dst.rank)
-            if src.rank == dst.rank or step.rank not in (src.rank, dst.rank):
-                raise self.fail(step, "a copy goes between the rank that issues it and a node mate")
+            if step.rank not in (src.rank, dst.rank) or (src.rank == dst.rank) != ("host" in (src.space, dst.space)):
+                raise self.fail(
+                    step, "a copy goes between the rank that issues it and a node mate, or to or from its host window"
+                )
             if (dst.nbytes, dst.wire) != (src.nbytes, src.wire):
                 raise self.fail(step, "source and destination differ in bytes or dtype")
-            self.link_nbytes[src.rank, dst.rank] += src.nbytes
-        elif ranks != {step.rank} or dst.rank != step.rank:
-            raise self.fail(step, "a reduce stays on the rank that issues it")
+            if src.rank != dst.rank:
+                self.link_nbytes[src.rank, dst.rank] += src.nbytes
+        elif ranks != {step.rank} or dst.rank != step.rank or "host" in {dst.space, *(src.space for src in step.srcs)}:
+            raise self.fail(step, "a reduce stays on the device of the rank that issues it")
         ratio = self.plan.variant.wire_ratio
         if {p.nbytes // (ratio if p.wire else 1) for p in step.srcs} != {dst.nbytes // (ratio if dst.wire else 1)}:
             raise self.fail(step, "sources and destination differ in their number of elements")
         op.dst = self._spot(step, op.lane, dst)
         op.srcs = tuple([self._spot(step, op.lane, src) for src in step.srcs])
-        if step.gives is not None:
-            if (step.rank, step.gives) in self._given:
-                raise self.fail(step, f"gives shard {step.gives} a second time")
-            self._given.add((step.rank, step.gives))
 
     def _spot(self, step: Step, lane: int, place: Place) -> Spot:
         space, rank, shard, offset, nbytes, wire = place
-        if space == "window":
+        if space in ("window", "host"):
             stride = self.plan.layout.slot_nbytes
             slot, within = divmod(offset, stride)
             if offset < 0 or slot >= self.numbering.rank_slots or within + nbytes > stride:
                 raise self.fail(step, f"{place} is not inside one slot of the window")
+            if space == "host":
+                slot += self.numbering.window_cells
             return rank * self.numbering.rank_slots + slot, (within, nbytes, wire)
         if rank != step.rank and not (self.plan.variant.direct and space == "input" and place is not step.dst):
             raise self.fail(step, f"{place} is a tensor of another rank's caller")

@@ -38,7 +38,12 @@ class _Renamed:
         self.nodes, self.node = t.nodes, node
         self.rank = [((t.node(r) - node) % t.nodes) * t.ranks_per_node + t.local_rank(r) for r in range(t.size)]
         shards = meaning(plan)
-        self.by_rank = {"window": False, "input": shards.input_shards > 1, "output": shards.output_shards > 1}
+        self.by_rank = {
+            "window": False,
+            "host": False,
+            "input": shards.input_shards > 1,
+            "output": shards.output_shards > 1,
+        }
 
     def step(self, s: Step) -> tuple[object, ...]:
         needs = s.needs if s.needs is None or not self.by_rank["input"] else self.rank[s.needs]

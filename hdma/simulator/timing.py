@@ -208,6 +208,8 @@ class _Clockwork:
 
     def _link(self, src: int, dst: int) -> list[tuple[Resource, float]]:
         m = self.machine
+        if src == dst:
+            return [(("host", src, 0), m.host_gb_s), (self._memory(src), m.memory_gb_s)]
         crosses = [(("link", src, dst), m.link_gb_s), (("out", src, 0), m.out_gb_s), (("in", dst, 0), m.in_gb_s)]
         return crosses + [(memory, m.memory_gb_s) for memory in {self._memory(src), self._memory(dst)}]
 
