@@ -87,8 +87,22 @@ bool Fault::raise(Kind kind, const std::string &text) {
         text_ = text;
         raised_.store(true, std::memory_order_release);
     }
-    for (auto &listener : listeners_) listener();
+    for (auto &listener : listeners()) listener();
     return true;
+}
+
+void Fault::listen(std::function<void()> listener) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        listeners_.push_back(listener);
+    }
+    // One that comes in between is told twice, which does no harm.
+    if (raised()) listener();
+}
+
+std::vector<std::function<void()>> Fault::listeners() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return listeners_;
 }
 
 }  // namespace hdma

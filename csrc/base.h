@@ -80,10 +80,11 @@ class Fault {
     }
     Kind kind() const { return kind_; }
     const std::string &text() const { return text_; }
-    // Before any thread starts.
-    void listen(std::function<void()> listener) { listeners_.push_back(std::move(listener)); }
+    // Called at once where it is raised already; in the thread that raises.
+    void listen(std::function<void()> listener);
 
   private:
+    std::vector<std::function<void()>> listeners();
     std::mutex mutex_;
     std::atomic<bool> raised_{false};
     Kind kind_ = Kind::Error;

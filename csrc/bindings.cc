@@ -17,7 +17,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/gpu.h"
 #include "engine.h"
+#include "kernels/source.h"
 #include "memory.h"
 
 namespace nb = nanobind;
@@ -86,8 +88,10 @@ void make_request(RequestHandle *self, const std::string &text, const Pieces &pi
     new (self) RequestHandle{std::move(request)};
 }
 
-Call make_call(const RequestHandle &handle, uintptr_t input, uintptr_t output) {
-    return {handle.request, reinterpret_cast<char *>(input), reinterpret_cast<char *>(output)};
+CallerStream stream_of(uintptr_t stream) { return reinterpret_cast<CallerStream>(stream); }
+
+Call make_call(const RequestHandle &handle, uintptr_t input, uintptr_t output, uintptr_t stream) {
+    return {handle.request, reinterpret_cast<char *>(input), reinterpret_cast<char *>(output), stream_of(stream)};
 }
 
 // The structure behind numpy's __array_struct__ protocol, version 2.
@@ -101,18 +105,22 @@ struct ArrayStruct {
 };
 
 PyStructSequence_Field buffer_fields[] = {{"address", nullptr}, {"numel", nullptr},  {"nbytes", nullptr},
-                                          {"itemsize", nullptr}, {"dtype", nullptr}, {nullptr, nullptr}};
-PyStructSequence_Desc buffer_desc = {"hdma._core.Buffer", "`numel` elements of `itemsize` bytes at `address`.",
-                                     buffer_fields, 5};
+                                          {"itemsize", nullptr}, {"dtype", nullptr}, {"gpu", nullptr},
+                                          {nullptr, nullptr}};
+PyStructSequence_Desc buffer_desc = {
+    "hdma._core.Buffer", "`numel` elements of `itemsize` bytes at `address`, on GPU `gpu` or (-1) in host memory.",
+    buffer_fields, 6};
 PyTypeObject *buffer_type = nullptr;
 
 // Attributes by interned names: half of the time of asking by C strings.
 struct Names {
-    PyObject *dtype, *array_struct, *is_cpu, *is_contiguous, *is_neg, *is_conj, *numel, *data_ptr;
+    PyObject *dtype, *array_struct, *is_cpu, *is_cuda, *get_device, *is_contiguous, *is_neg, *is_conj, *numel, *data_ptr;
     void intern() {
         dtype = PyUnicode_InternFromString("dtype");
         array_struct = PyUnicode_InternFromString("__array_struct__");
         is_cpu = PyUnicode_InternFromString("is_cpu");
+        is_cuda = PyUnicode_InternFromString("is_cuda");
+        get_device = PyUnicode_InternFromString("get_device");
         is_contiguous = PyUnicode_InternFromString("is_contiguous");
         is_neg = PyUnicode_InternFromString("is_neg");
         is_conj = PyUnicode_InternFromString("is_conj");
@@ -129,7 +137,7 @@ nb::object get(nb::handle object, PyObject *name) { return checked(PyObject_GetA
 nb::object call(nb::handle object, PyObject *name) { return checked(PyObject_CallMethodNoArgs(object.ptr(), name)); }
 bool says(nb::handle object, PyObject *name) { return call(object, name).ptr() == Py_True; }
 
-nb::object make_buffer(uintptr_t address, int64_t numel, nb::handle known) {
+nb::object make_buffer(uintptr_t address, int64_t numel, nb::handle known, long gpu) {
     nb::object dtype = nb::borrow(PyTuple_GET_ITEM(known.ptr(), 0)), itemsize = nb::borrow(PyTuple_GET_ITEM(known.ptr(), 1));
     nb::object made = checked(PyStructSequence_New(buffer_type));
     PyStructSequence_SetItem(made.ptr(), 0, PyLong_FromUnsignedLongLong(address));
@@ -137,6 +145,7 @@ nb::object make_buffer(uintptr_t address, int64_t numel, nb::handle known) {
     PyStructSequence_SetItem(made.ptr(), 2, PyLong_FromLongLong(numel * nb::cast<int64_t>(itemsize)));
     PyStructSequence_SetItem(made.ptr(), 3, itemsize.release().ptr());
     PyStructSequence_SetItem(made.ptr(), 4, dtype.release().ptr());
+    PyStructSequence_SetItem(made.ptr(), 5, PyLong_FromLong(gpu));
     return made;
 }
 
@@ -154,20 +163,21 @@ nb::object array_buffer(nb::handle array, const nb::dict &known, bool writable) 
     if ((a->flags & needed) != needed) return nb::none();
     int64_t numel = 1;
     for (int i = 0; i < a->dimensions; ++i) numel *= a->shape[i];
-    return make_buffer(reinterpret_cast<uintptr_t>(a->data), numel, found);
+    return make_buffer(reinterpret_cast<uintptr_t>(a->data), numel, found, -1);
 }
 
-// The same of a dense torch tensor in host memory.
+// The same of a dense torch tensor in host memory or on a GPU ("cuda" on AMD's too).
 nb::object tensor_buffer(nb::handle tensor, const nb::dict &known) {
     nb::object dtype = get(tensor, names.dtype);
     nb::handle found = PyDict_GetItemWithError(known.ptr(), dtype.ptr());
-    if (!found.is_valid() || get(tensor, names.is_cpu).ptr() != Py_True || !says(tensor, names.is_contiguous) ||
+    bool host = get(tensor, names.is_cpu).ptr() == Py_True;
+    if (!found.is_valid() || !(host || get(tensor, names.is_cuda).ptr() == Py_True) || !says(tensor, names.is_contiguous) ||
         says(tensor, names.is_neg) || (PyTuple_GET_ITEM(found.ptr(), 2) == Py_True && says(tensor, names.is_conj)))
         return nb::none();
     auto address = nb::cast<uintptr_t>(call(tensor, names.data_ptr));
     auto numel = nb::cast<int64_t>(call(tensor, names.numel));
     if (!address && numel) return nb::none();  // Its storage was taken away.
-    return make_buffer(address, numel, found);
+    return make_buffer(address, numel, found, host ? -1 : nb::cast<long>(call(tensor, names.get_device)));
 }
 
 // Closes an engine that was dropped without close() while other threads may go on.
@@ -189,12 +199,30 @@ struct EngineHandle {
     Engine *operator->() const { return engine.get(); }
 };
 
+// What one communicator has on a GPU.
+struct GpuHandle {
+    std::shared_ptr<GpuMemory> memory;
+};
+struct AllocationHandle {
+    std::shared_ptr<const GpuMemory::Allocation> allocation;
+};
+
+void make_gpu(GpuHandle *self, const std::string &runtime, int ordinal, const nb::bytes &code, int rank, int size,
+              bool high_priority, unsigned blocks, const std::string &amd_copy, const std::string &amd_flag) {
+    std::string text(static_cast<const char *>(code.data()), code.size());
+    nb::gil_scoped_release unlocked;
+    Runtime::load(runtime)->configure(amd_copy, amd_flag);
+    auto card = Card::of(runtime, ordinal, text, {high_priority, blocks});
+    new (self) GpuHandle{std::make_shared<GpuMemory>(std::move(card), rank, size)};
+}
+
 EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
                           double timeout_s, const std::string &limit, double spin_s,
                           std::vector<std::string> flag_names,
                           const std::vector<std::tuple<int, int, int, int, int>> &peers,
                           const std::vector<std::tuple<int, int, std::string>> &control,
-                          const std::vector<std::tuple<int, int, int>> &tcp) {
+                          const std::vector<std::tuple<int, int, int>> &tcp, const EngineHandle *first,
+                          const GpuHandle *gpu) {
     Engine::Config config;
     config.rank = rank;
     config.size = size;
@@ -210,6 +238,14 @@ EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_cou
         config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd), pid});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
     for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
+    if (first) config.ties = (*first)->ties();
+    if (gpu)
+        config.make_device = [memory = gpu->memory, rank, wire_nbytes = tcp.empty() ? 0 : window_nbytes](
+                                 std::vector<WindowPart> parts, std::shared_ptr<Shared> shared, Fault &fault) {
+            auto own = std::find_if(parts.begin(), parts.end(), [&](const WindowPart &part) { return part.rank == rank; });
+            return memory->device(std::move(own->memory), wire_nbytes, std::move(shared), fault);
+        };
+    nb::gil_scoped_release unlocked;
     return new EngineHandle(std::make_unique<Engine>(std::move(config)));
 }
 
@@ -243,6 +279,7 @@ NB_MODULE(_core, m) {
               return nb::bytes(bytes.data(), nbytes);
           },
           "Bytes of another process's memory, None where the system forbids it.");
+    m.def("kernel_source", [] { return nb::str(kernel_source().data(), kernel_source().size()); });
     m.def("memory_left",
           [](const std::string &root) {
               MemoryLeft left = memory_left(root);
@@ -280,19 +317,81 @@ NB_MODULE(_core, m) {
                  return wait_interruptibly(timeout_s, [&](int64_t deadline) { return t.wait(deadline); });
              })
         .def("wait_given",
-             [](Ticket &t, uint32_t mark, double timeout_s) {
-                 return wait_interruptibly(timeout_s, [&](int64_t deadline) { return t.wait_given(mark, deadline); });
+             [](Ticket &t, uint32_t mark, uintptr_t stream, double timeout_s) {
+                 return wait_interruptibly(timeout_s, [&](int64_t deadline) {
+                     return t.wait_given(mark, stream_of(stream), deadline);
+                 });
              })
-        .def("push", &Ticket::push, Unlocked())
-        .def("done", &Ticket::done);
+        .def("order", [](Ticket &t, uintptr_t stream) { t.order(stream_of(stream)); }, Unlocked())
+        .def("done", &Ticket::done, Unlocked())
+        .def("check", [](Ticket &t) {
+            if (auto error = t.error()) throw *error;
+        }, Unlocked());
+
+    m.def("gpu_count", [](const std::string &runtime) { return Runtime::load(runtime)->count(); }, Unlocked(),
+          "GPUs that this process sees; runtime: cuda or hip.");
+    m.def("gpu_of",
+          [](const std::string &runtime, uintptr_t at) {
+              // In a forked child the driver may wait for threads that are not there.
+              return Card::forked() ? -1 : Runtime::load(runtime)->owner(reinterpret_cast<const void *>(at));
+          },
+          "The GPU whose memory that is, -1 if of none.");
+    m.def("gpu_info",
+          [](const std::string &runtime, int ordinal) {
+              GpuInfo info = Runtime::load(runtime)->info(ordinal);
+              return std::make_tuple(info.name, info.pci, info.arch);
+          },
+          Unlocked(), "Name, PCI address and architecture of a GPU.");
+    m.def("gpu_reaches",
+          [](const std::string &runtime, int ordinal, int other) { return Runtime::load(runtime)->reaches(ordinal, other); },
+          Unlocked(), "Whether one GPU can map another's memory.");
+    m.def("gpu_polls",
+          [](const std::string &runtime) {
+              std::string why_not;
+              Runtime::load(runtime)->holds(why_not);
+              return why_not;
+          },
+          Unlocked(), "Why a thread polls the waits of calls on GPUs; empty where streams hold them.");
+    nb::class_<AllocationHandle>(m, "Allocation")
+        .def_prop_ro("address", [](const AllocationHandle &a) { return reinterpret_cast<uintptr_t>(a.allocation->at); })
+        .def_prop_ro("nbytes", [](const AllocationHandle &a) { return a.allocation->nbytes; })
+        .def_prop_ro("handle", [](const AllocationHandle &a) {
+            return nb::bytes(a.allocation->handle.data(), a.allocation->handle.size());
+        });
+    nb::class_<GpuHandle>(m, "Gpu")
+        .def("__init__", &make_gpu, nb::kw_only(), nb::arg("runtime"), nb::arg("ordinal"), nb::arg("code"), nb::arg("rank"),
+             nb::arg("size"), nb::arg("high_priority"), nb::arg("blocks"), nb::arg("amd_copy"), nb::arg("amd_flag"))
+        .def_prop_ro("pci", [](const GpuHandle &g) { return g.memory->card().info().pci; })
+        .def_prop_ro("polls", [](const GpuHandle &g) { return g.memory->card().why_not(); })
+        .def("allocate",
+             [](GpuHandle &g, size_t nbytes, const std::string &what) {
+                 return AllocationHandle{g.memory->allocate(nbytes, what)};
+             },
+             Unlocked())
+        .def("map",
+             [](GpuHandle &g, const AllocationHandle &own, int mate, const std::string &pci, int pid, const nb::bytes &bytes) {
+                 IpcHandle handle;
+                 if (bytes.size() != handle.size()) throw Error(Kind::Error, "a handle of another size");
+                 std::copy_n(static_cast<const char *>(bytes.data()), handle.size(), handle.data());
+                 nb::gil_scoped_release unlocked;
+                 g.memory->map(own.allocation, mate, pci, pid, handle);
+             })
+        .def("find", [](GpuHandle &g, uintptr_t at, size_t nbytes) {
+            return g.memory->find(reinterpret_cast<const char *>(at), nbytes);
+        })
+        .def("drop", [](GpuHandle &g, const AllocationHandle &own) { g.memory->drop(own.allocation); }, Unlocked())
+        .def("close", [](GpuHandle &g, bool agreed) { g.memory->close(agreed); }, nb::arg("agreed") = true, Unlocked())
+        // In a forked child: the driver is the parent's. Never destroyed.
+        .def("forget", [](GpuHandle &g) { new std::shared_ptr<GpuMemory>(g.memory); });
 
     nb::class_<EngineHandle>(m, "Engine")
         .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
              nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("limit"), nb::arg("spin_s"),
-             nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"))
+             nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"), nb::arg("first").none() = nb::none(),
+             nb::arg("gpu").none() = nb::none())
         .def("run",
-             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
-                 Call call = make_call(request, input, output);
+             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output, uintptr_t stream) {
+                 Call call = make_call(request, input, output, stream);
                  try {
                      nb::gil_scoped_release unlocked;
                      e->run(call);
@@ -302,11 +401,29 @@ NB_MODULE(_core, m) {
                  }
              })
         .def("submit",
-             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output) {
-                 Call call = make_call(request, input, output);
+             [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output, uintptr_t stream) {
+                 Call call = make_call(request, input, output, stream);
                  nb::gil_scoped_release unlocked;
                  return e->submit(call);
              })
+        .def("push",
+             [](EngineHandle &e, const std::shared_ptr<Ticket> &ticket, uint32_t mark, uintptr_t stream) {
+                 e->push(ticket, mark, stream_of(stream));
+             },
+             Unlocked())
+        .def("drain",
+             [](EngineHandle &e) {
+                 {
+                     nb::gil_scoped_release unlocked;
+                     e->drain();
+                 }
+                 if (PyErr_Occurred()) throw nb::python_error();
+             })
+        .def("follow", [](EngineHandle &e, uintptr_t stream, uintptr_t behind) {
+                 e->follow(stream_of(stream), stream_of(behind));
+             },
+             Unlocked())
+        .def("busy", [](EngineHandle &e) { return e->busy(); }, Unlocked())
         .def("abort", [](EngineHandle &e, int kind, const std::string &text) { e->abort(static_cast<Kind>(kind), text); }, Unlocked())
         .def("fault", [](EngineHandle &e) { return e->fault().raised() ? e->fault().text() : std::string(); })
         .def("check", [](EngineHandle &e) { e->fault().check(); })

@@ -1,51 +1,82 @@
 // calls: see calls.h.
 #include "calls.h"
 
+#include <algorithm>
+
 namespace hdma {
 
-Calls::Calls(int rank, int size, Shared &shared, Fault &fault)
-    : rank_(rank), shared_(shared), fault_(fault), heard_(size), last_heard_(size), departed_(size) {
+namespace {
+
+Board::Record &record_of(const Shared &boards, int rank, uint64_t call) {
+    return boards.board(rank).records[(call - 1) % kRecords];
+}
+
+}  // namespace
+
+Calls::Calls(int rank, int size, Fault &fault)
+    : rank_(rank), fault_(fault), heard_(size), last_heard_(size), departed_(size) {
     for (auto &calls : departed_) calls.store(kHere);
 }
 
-Fingerprint Calls::begin(const CallText &text, const void *input) {
+void Calls::add(std::shared_ptr<Shared> boards) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    boards_.push_back(std::move(boards));
+}
+
+void Calls::remove(const std::shared_ptr<Shared> &boards) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    boards_.erase(std::remove(boards_.begin(), boards_.end(), boards), boards_.end());
+}
+
+Fingerprint Calls::number(const CallText &text) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_.check();
     mine_.follow(text);
-    uint64_t call = mine_.call++;
+    ++mine_.call;
     begun_.store(mine_.call, std::memory_order_release);
+    for (size_t peer = 0; peer < departed_.size(); ++peer)
+        if (uint64_t calls = departed_[peer].load(); calls < mine_.call) missed(static_cast<int>(peer), calls);
+    return mine_;
+}
 
-    Board &own = shared_.board(rank_);
-    Board::Record &record = own.records[call % kRecords];
-    record.fingerprint = mine_;
+void Calls::announce(const Fingerprint &mine, const void *input, Shared &boards) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fault_.check();
+    Board &own = boards.board(rank_);
+    Board::Record &record = record_of(boards, rank_, mine.call);
+    record.fingerprint = mine;
     record.input = reinterpret_cast<uintptr_t>(input);
-    record.call.store(mine_.call, std::memory_order_seq_cst);
-    own.latest_call.store(mine_.call, std::memory_order_seq_cst);
+    record.call.store(mine.call, std::memory_order_seq_cst);
+    if (own.latest_call.load(std::memory_order_relaxed) < mine.call)
+        own.latest_call.store(mine.call, std::memory_order_seq_cst);
 
     for (size_t peer = 0; peer < heard_.size(); ++peer) {
         int p = static_cast<int>(peer);
-        if (p != rank_ && shared_.has(p)) {
-            Board::Record &theirs = shared_.board(p).records[call % kRecords];
-            if (theirs.call.load(std::memory_order_seq_cst) == mine_.call) compare(mine_, p, theirs.fingerprint);
+        for (auto &each : boards_) {
+            if (p == rank_ || !each->has(p)) continue;
+            Board::Record &theirs = record_of(*each, p, mine.call);
+            if (theirs.call.load(std::memory_order_seq_cst) == mine.call) compare(mine, p, theirs.fingerprint);
         }
         auto &heard = heard_[peer];
-        if (auto found = heard.find(mine_.call); found != heard.end()) {
-            compare(mine_, p, found->second);
-            heard.erase(heard.begin(), ++found);
+        if (auto found = heard.find(mine.call); found != heard.end()) {
+            compare(mine, p, found->second);
+            heard.erase(found);
         }
-        if (uint64_t calls = departed_[peer].load(); calls < mine_.call) missed(p, calls);
     }
     fault_.check();
-    return mine_;
 }
 
 void Calls::heard(int peer, const Fingerprint &theirs) {
     std::lock_guard<std::mutex> lock(mutex_);
     last_heard_[peer] = theirs;
-    if (theirs.call > mine_.call)
-        heard_[peer].emplace(theirs.call, theirs);
-    else if (theirs.call == mine_.call)
-        compare(mine_, peer, theirs);
+    bool announced = false;
+    for (auto &each : boards_) {
+        const Board::Record &mine = record_of(*each, rank_, theirs.call);
+        uint64_t call = mine.call.load(std::memory_order_relaxed);
+        announced |= call >= theirs.call;
+        if (call == theirs.call) compare(mine.fingerprint, peer, theirs);
+    }
+    if (!announced) heard_[peer].emplace(theirs.call, theirs);
 }
 
 void Calls::departed(int peer, uint64_t calls) {
@@ -80,10 +111,12 @@ std::string Calls::whereabouts() {
         int p = static_cast<int>(peer);
         if (p == rank_) continue;
         Fingerprint last = last_heard_[peer];
-        if (shared_.has(p)) {
-            uint64_t call = shared_.board(p).latest_call.load(std::memory_order_acquire);
-            last.call = call;
-            if (call) last = shared_.board(p).records[(call - 1) % kRecords].fingerprint;
+        if (!boards_.empty() && boards_.front()->has(p)) {
+            last.call = 0;
+            for (auto &each : boards_) {
+                uint64_t call = each->board(p).latest_call.load(std::memory_order_acquire);
+                if (call > last.call) last = record_of(*each, p, call).fingerprint;
+            }
         } else if (!last.call && heard_.size() > 64) {
             continue;  // a large communicator: name only ranks that were heard of
         }

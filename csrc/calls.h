@@ -1,16 +1,19 @@
 // calls: the numbered calls of a communicator, and whether the ranks agree on them.
 //
-// Protocol: begin() writes the call's fingerprint to this rank's board and compares it with what node mates have on
-// theirs; rail peers' fingerprints come with their puts (heard()). The later of two ranks that differ finds the
-// difference, before it moves any data, and raises the fault, which control forwards to all.
+// Protocol: number() gives a call its fingerprint as it is issued. announce() writes it to this rank's board as it is
+// walked, which may be later, and compares it with what node mates have on theirs; rail peers' fingerprints come with
+// their puts (heard()). The later of two ranks that differ finds the difference, before it moves any data, and raises
+// the fault, which control forwards to all.
 //
-// Threading: begin: the walking thread. heard: the proxy. departed: control. whereabouts: any.
+// Threading: number: the caller's threads. announce: the walking thread. heard: a proxy. departed: control.
+// whereabouts: any.
 //
-// Ordering: one lock holds begin, heard and departed apart within a process; between processes the board's
-// Dekker pair (shared.h) does.
+// Ordering: one lock holds all of these apart within a process; between processes the board's Dekker pair (shared.h)
+// does.
 #pragma once
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -20,11 +23,15 @@ namespace hdma {
 
 class Calls {
   public:
-    Calls(int rank, int size, Shared &shared, Fault &fault);
+    Calls(int rank, int size, Fault &fault);
+    // The boards of a device's calls: each device has its own, so that one far ahead leaves the others' records alone.
+    void add(std::shared_ptr<Shared> boards);
+    void remove(const std::shared_ptr<Shared> &boards);
 
-    // The next call. Throws Error where the communicator has ended or the ranks differ.
-    // `input`: see Board::Record.
-    Fingerprint begin(const CallText &text, const void *input);
+    // The next call. Throws Error where the communicator has ended before; where it ends here, announce() does.
+    Fingerprint number(const CallText &text);
+    // Throws Error where the ranks differ. `boards`: of the device that makes the call; `input`: see Board::Record.
+    void announce(const Fingerprint &mine, const void *input, Shared &boards);
     void heard(int peer, const Fingerprint &theirs);
     // The peer has closed its communicator after so many calls.
     void departed(int peer, uint64_t calls);
@@ -40,12 +47,12 @@ class Calls {
     void missed(int peer, uint64_t calls);
 
     int rank_;
-    Shared &shared_;
     Fault &fault_;
     std::mutex mutex_;
+    std::vector<std::shared_ptr<Shared>> boards_;
     std::atomic<uint64_t> begun_{0};
-    Fingerprint mine_;                                    // of the last call begun
-    std::vector<std::map<uint64_t, Fingerprint>> heard_;  // by peer: calls that this rank has yet to begin
+    Fingerprint mine_;                                    // of the last call numbered
+    std::vector<std::map<uint64_t, Fingerprint>> heard_;  // by peer: calls that this rank has yet to announce
     std::vector<Fingerprint> last_heard_;
     std::vector<std::atomic<uint64_t>> departed_;
 };

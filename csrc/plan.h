@@ -18,7 +18,7 @@ namespace hdma {
 
 enum class Verb : uint8_t { Copy, Put, Signal, Wait, Reduce, Enter, Leave };
 enum class Lane : uint8_t { Near, Rail, Put, Credit };
-enum class Space : uint8_t { None, Input, Output, Window };
+enum class Space : uint8_t { None, Input, Output, Window, Host };
 enum class Dtype : uint8_t {
     Bytes, Float32, Bfloat16, Float16, Float64, Int8, Int16, Int32, Int64, Uint8, Bool, Float8E4m3, Float8E5m2
 };

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <time.h>
 #include <unistd.h>
 
 namespace hdma {
@@ -11,13 +12,15 @@ namespace {
 
 // Only a missed wake-up would ever be noticed this late.
 constexpr int kSliceMs = 100;
+// How often to look for what a stream raises.
+constexpr int64_t kSilentNs = 20 * 1000;
 // How long the end of a data connection may precede the goodbye on the control link.
 constexpr int64_t kLossGraceNs = 1000 * 1000 * 1000;
 
 }  // namespace
 
-Proxy::Proxy(int rank, size_t ring_count, char *window, Shared &shared, Calls &calls, Fault &fault)
-    : rank_(rank), window_(window), shared_(shared), calls_(calls), fault_(fault) {
+Proxy::Proxy(int rank, size_t ring_count, char *window, bool silent, Shared &shared, Calls &calls, Fault &fault)
+    : rank_(rank), window_(window), silent_(silent), shared_(shared), calls_(calls), fault_(fault) {
     lanes_[0].steps = &LoadedPlan::put;
     lanes_[1].steps = &LoadedPlan::credit;
     for (Cursor &lane : lanes_) lane.base.assign(ring_count, 0);
@@ -150,7 +153,10 @@ void Proxy::sleep() {
         bool ready = shared_.board(rank_).window_ready.value.load(std::memory_order_seq_cst);
         idle_.store(lanes_[0].runs.empty() && lanes_[1].runs.empty() && wire_->drained());
         pollfd polled[2] = {{shared_.doorbell(), POLLIN, 0}, {ready && !fault_.raised() ? wire_->fd() : -1, POLLIN, 0}};
-        poll(polled, 2, losses_.empty() ? kSliceMs : kSliceMs / 10);
+        int64_t ns = (losses_.empty() ? kSliceMs : kSliceMs / 10) * 1000000ll;
+        if (silent_ && !fault_.raised() && !(lanes_[0].runs.empty() && lanes_[1].runs.empty())) ns = kSilentNs;
+        timespec time{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+        ppoll(polled, 2, &time, nullptr);
         if (polled[0].revents) {
             uint64_t count;
             while (read(shared_.doorbell(), &count, sizeof count) < 0 && errno == EINTR) {

@@ -25,7 +25,8 @@ namespace hdma {
 
 class Proxy final : public Wire::Sink {
   public:
-    Proxy(int rank, size_t ring_count, char *window, Shared &shared, Calls &calls, Fault &fault);
+    // `silent`: flags are raised by streams, which cannot wake who sleeps.
+    Proxy(int rank, size_t ring_count, char *window, bool silent, Shared &shared, Calls &calls, Fault &fault);
     ~Proxy() override { close(); }
     void start(std::unique_ptr<Wire> wire);
 
@@ -72,6 +73,7 @@ class Proxy final : public Wire::Sink {
 
     int rank_;
     char *window_;
+    bool silent_;
     Shared &shared_;
     Calls &calls_;
     Fault &fault_;

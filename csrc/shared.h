@@ -43,6 +43,7 @@ struct Board {
     // Before a call raises: from then on its caller may reuse the tensors that mates read directly.
     std::atomic<uint32_t> raising;
     std::atomic<uint64_t> latest_call;  // number of the last call begun
+    std::atomic<uint32_t> unmapped;     // this rank has let go of its mates' GPU memory
     struct alignas(64) Record {
         std::atomic<uint64_t> call;  // stored after the rest
         Fingerprint fingerprint;
@@ -77,6 +78,12 @@ class Shared {
     Board &board(int rank) const { return *peers_[rank].board; }
     bool has(int rank) const { return peers_[rank].board != nullptr; }  // this rank or a node mate
     int doorbell() const { return peers_[rank_].doorbell.get(); }
+
+    // For a GPU, whose streams wait for the words and write them.
+    size_t flag_count() const { return flags_nbytes_ / sizeof(Word); }
+    Word *word(int rank, uint32_t flag) const { return flags(rank) + flag; }
+    void *mapping(int rank) const { return peers_[rank].board; }
+    size_t mapping_nbytes() const { return nbytes(flags_nbytes_); }
 
   private:
     struct Peer {

@@ -52,13 +52,14 @@ class Host final : public Device {
     }
 
     char *window(int rank) override { return windows_[rank]; }
+    char *wire_window() override { return windows_[rank_]; }
 
-    void copy(void *dst, const void *src, size_t nbytes, bool streaming) override {
-        if (dst == src || nbytes == 0) return;
+    void copy(Lane, Spot dst, Spot src, size_t nbytes, bool streaming) override {
+        if (dst.at == src.at || nbytes == 0) return;
         if (streaming)
-            copy_streaming(dst, src, nbytes);
+            copy_streaming(dst.at, src.at, nbytes);
         else
-            memcpy(dst, src, nbytes);
+            memcpy(dst.at, src.at, nbytes);
     }
 
     void read(int mate, void *dst, uint64_t src, size_t nbytes) override {
@@ -68,19 +69,16 @@ class Host final : public Device {
                                              rank_, nbytes, mate, pids_[mate], errno_text(errno).c_str()));
     }
 
-    void reduce(Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
+    void reduce(Lane, Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs, size_t source_count,
                 Dtype src_type, size_t element_count, bool streaming) override {
-        if (source_count == 1 && dst_type == src_type && divisor == 1)
-            copy(dst, srcs[0], element_count * dtype_nbytes(dst_type), streaming);
-        else
-            reduce_host(op, divisor, dst, dst_type, srcs, source_count, src_type, element_count, streaming);
+        reduce_host(op, divisor, dst, dst_type, srcs, source_count, src_type, element_count, streaming);
     }
 
-    bool wait(uint32_t flag, uint32_t value, int64_t deadline_ns) override {
+    bool wait(Lane, uint32_t flag, uint32_t value, int64_t deadline_ns) override {
         return shared_.wait(flag, value, deadline_ns);
     }
 
-    void raise(int rank, uint32_t flag, uint32_t value, bool doorbell) override {
+    void raise(Lane, int rank, uint32_t flag, uint32_t value, bool doorbell) override {
         shared_.raise(rank, flag, value, doorbell);
     }
 
