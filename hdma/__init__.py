@@ -7,6 +7,7 @@ from typing import Any
 from hdma.algorithms import make_plan
 from hdma.communicator import Communicator
 from hdma.errors import DeviceError, Error, PlanError, TimeoutError, UsageError, WireError
+from hdma.memory import empty
 from hdma.version import VERSION
 from hdma.work import StartedCall, Work
 from hdma.world import init
@@ -36,6 +37,7 @@ __all__ = [
     "UsageError",
     "WireError",
     "Work",
+    "empty",
     "init",
     "make_plan",
     "simulate",

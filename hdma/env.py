@@ -116,19 +116,51 @@ WIRE = Variable(
 )
 DEVICE = Variable(
     "HDMA_DEVICE",
-    _one_of("auto", "host", refused=dict.fromkeys(("cuda", "hip"), "this version has no GPU device")),
+    _one_of("auto", "host", "cuda", "hip"),
     "auto",
-    "where the tensors are: auto or host",
+    "the runtime for tensors on GPUs: auto (what torch was built for), cuda, hip, or host (none)",
     True,
 )
 TIMEOUT_S: Variable[float] = Variable(
     "HDMA_TIMEOUT_S", _number(0.001, "seconds", integer=False), 300.0, "the longest wait for a rank, in seconds", False
 )
-WINDOW_NBYTES = Variable(
-    "HDMA_WINDOW_BYTES", _window_nbytes, 64 << 20, "the memory of one rank that its peers may write or read", True
+WINDOW_NBYTES: Variable[int | None] = Variable(
+    "HDMA_WINDOW_BYTES",
+    _window_nbytes,
+    None,
+    "the memory of one rank that its peers may write or read (unset: 64 MiB on the host, 256 MiB on a GPU)",
+    True,
 )
 CHUNK_NBYTES = Variable(
-    "HDMA_CHUNK_BYTES", _chunk_nbytes, 0, "the piece of a shard that is pipelined, bytes (0: 256 KiB)", True
+    "HDMA_CHUNK_BYTES",
+    _chunk_nbytes,
+    0,
+    "the piece of a shard that is pipelined, bytes (0: 256 KiB on the host, 4 MiB on a GPU)",
+    True,
+)
+REDUCE_BLOCKS = Variable(
+    "HDMA_REDUCE_BLOCKS", _number(1, "blocks", high=1024), 16, "the most blocks that the reduction kernel takes", False
+)
+STREAM_PRIORITY = Variable(
+    "HDMA_STREAM_PRIORITY",
+    _one_of("high", "low"),
+    "high",
+    "the priority of hdma's streams on a GPU, and so of its reduction kernel: high or low",
+    False,
+)
+AMD_COPY = Variable(
+    "HDMA_AMD_COPY",
+    _one_of("auto", "nocu", "default"),
+    "auto",
+    "the kind of hipMemcpyAsync between AMD GPUs: auto (nocu), nocu or default (see csrc/device/hip.cc)",
+    False,
+)
+AMD_FLAG = Variable(
+    "HDMA_AMD_FLAG",
+    _one_of("auto", "copy", "write"),
+    "auto",
+    "how a stream raises a flag on AMD GPUs: auto (copy), copy or write (see csrc/device/hip.cc)",
+    False,
 )
 RENDEZVOUS: Variable[Path | None] = Variable(
     "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False
@@ -142,6 +174,10 @@ TABLE: tuple[Variable[Any], ...] = (
     TIMEOUT_S,
     WINDOW_NBYTES,
     CHUNK_NBYTES,
+    REDUCE_BLOCKS,
+    STREAM_PRIORITY,
+    AMD_COPY,
+    AMD_FLAG,
     RENDEZVOUS,
     DEBUG,
 )

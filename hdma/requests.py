@@ -6,6 +6,7 @@ functions of what all ranks share: sizes, dtypes, the layout.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ ONCE_NBYTES = 64 << 10
 # Shards that a node mate reads where they are. Measured likewise: shorter ones do not earn a system call, longer ones
 # and those with several readers go quicker through windows that stay in the caches.
 DIRECT_NBYTES = range(32 << 10, (8 << 20) + 1)
+# What one launch of the reduction kernel takes (csrc/device/card.cc).
+GPU_SOURCES = 64
 _CACHED = 256
 
 
@@ -53,9 +56,10 @@ class _Piece(NamedTuple):
 class Requests:
     """The requests of one rank on one layout. Raises `UsageError` for dtypes and operations that there are not."""
 
-    def __init__(self, layout: Layout, rank: int, direct: bool = False) -> None:
-        """`direct`: node mates may read each other's tensors."""
-        self._direct = direct
+    def __init__(self, layout: Layout, rank: int, direct: bool = False, gpu: str = "") -> None:
+        """`direct`: node mates may read each other's tensors. `gpu`: its runtime, where the tensors are on one."""
+        self._direct, self._where = direct, f" on {gpu}" if gpu else ""
+        self._base = Variant(batched=bool(gpu), host_wire=bool(gpu) and layout.topology.nodes > 1)
         self._layout, self._rank, self._size = layout, rank, layout.topology.size
         # The C cache: as quick as a dictionary, and threads may share it.
         self.moved = lru_cache(_CACHED)(self._moved)
@@ -63,18 +67,41 @@ class Requests:
         self._plan = lru_cache(_CACHED)(self._make_plan)
 
     def _moved(
-        self, operation: str, dtype: str, itemsize: int, nbytes: int, root: int = 0, started: bool = False
+        self,
+        operation: str,
+        dtype: str,
+        itemsize: int,
+        nbytes: int,
+        root: int = 0,
+        started: bool = False,
+        symmetric: tuple[int, int, bool] | None = None,
     ) -> Prepared:
-        """all_gather, all_to_all (`nbytes` of a shard), broadcast (of the tensor), barrier (0)."""
+        """all_gather, all_to_all (`nbytes` of a shard), broadcast (of the tensor), barrier (0).
+
+        `symmetric`: number and offset of the symmetric memory that the input lies in, or (true) the output, in place.
+        """
         text = (
             f"{operation}({dtype}, {nbytes} bytes{', root ' + str(root) if operation == 'broadcast' else ' a shard'})"
         )
         if operation == "barrier":
             # An AllGather of nothing: complete when a flag has come from every rank.
             operation, text = "all_gather", "barrier()"
-        one_reader = self._size == 2 or operation == "all_to_all"
-        direct = self._direct and operation in DIRECT and one_reader and not started and nbytes in DIRECT_NBYTES
-        variant = Variant(itemsize, shard_major=started, root=root, direct=direct)
+        text += self._where
+        if symmetric:
+            number, offset, in_place = symmetric
+            text += f"{' in place in' if in_place else ' from'} symmetric memory {number} + {offset}"
+            direct = operation in DIRECT and self._layout.topology.nodes == 1
+        else:
+            in_place, one_reader = False, self._size == 2 or operation == "all_to_all"
+            direct = self._direct and operation in DIRECT and one_reader and not started and nbytes in DIRECT_NBYTES
+        variant = replace(
+            self._base,
+            element_nbytes=itemsize,
+            shard_major=started and not direct,
+            root=root,
+            direct=direct,
+            in_place=direct and in_place,
+        )
         pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
         return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, (0, 0, 0), started, False)
 
@@ -91,10 +118,17 @@ class Requests:
         if wire != dtype and (wire != "float32" or dtype not in ("bfloat16", "float16")):
             wider = " or float32" if dtype in ("bfloat16", "float16") else ""
             raise UsageError(f"{operation}: wire_dtype of {dtype} is {dtype}{wider}, not {wire}")
+        topology = self._layout.topology
+        if self._where and max(topology.nodes, topology.ranks_per_node) > GPU_SOURCES:
+            raise UsageError(
+                f"{operation}: on GPUs at most {GPU_SOURCES} nodes and {GPU_SOURCES} ranks a node, not {topology}"
+            )
         numbers = (REDUCED.index(dtype), REDUCED.index(wire), OPS.index(op))
-        variant = Variant(itemsize, 4 if wire != dtype else itemsize, shard_major=started)
+        variant = replace(
+            self._base, element_nbytes=itemsize, wire_nbytes=4 if wire != dtype else itemsize, shard_major=started
+        )
         unit = "a shard" if operation == "reduce_scatter" else "in all"
-        text = f"{operation}({op}, {dtype}, {nbytes} bytes {unit}, {wire} on the wire)"
+        text = f"{operation}({op}, {dtype}, {nbytes} bytes {unit}, {wire} on the wire){self._where}"
         if operation == "reduce_scatter":
             pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
         else:

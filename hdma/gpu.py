@@ -1,0 +1,167 @@
+"""What a communicator has on a GPU: the engine of its calls there, and symmetric memory. Made with the first such call.
+
+The runtime (CUDA or HIP) is found by what torch was built for, or HDMA_DEVICE. The ranks meet over each step, so that
+what fails on one of them is an error on all, and the communicator goes on without the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from hdma import _core, connect, env, kernels
+from hdma.connect import Peers
+from hdma.errors import UsageError
+from hdma.layout import Layout
+from hdma.rendezvous import Rendezvous
+from hdma.requests import Requests
+from hdma.tensors import runtime
+
+SLOTS = 4
+DEFAULT_WINDOW_NBYTES = 256 << 20
+# Smaller chunks pay more for flags, larger ones overlap less: to be measured again for each machine.
+DEFAULT_CHUNK_NBYTES = 4 << 20
+
+
+class GpuSide:
+    """The calls of one communicator on GPU `index` of this process."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        peers: Peers,
+        index: int,
+        first: Any,
+        timeout_s: float,
+        limit: str,
+    ) -> None:
+        """Collective over `meeting`. Raises `DeviceError` on all ranks where any has no driver, memory or link."""
+        self.index = index
+        self._topology, self._timeout_s, self._rank = peers.topology, timeout_s, meeting.rank
+        self._has_symmetric = False
+        topology, rank = peers.topology, meeting.rank
+        again = Peers(topology, peers.names, peers.host_ranks, peers.host_cpus)
+        try:
+            self.runtime = runtime()
+            chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
+            window_nbytes = env.WINDOW_NBYTES.read() or DEFAULT_WINDOW_NBYTES
+            layout = Layout.for_window(topology, SLOTS, window_nbytes, chunk_nbytes)
+            self.requests = Requests(layout, rank, gpu=self.runtime)
+            self._memory = _core.Gpu(
+                runtime=self.runtime,
+                ordinal=index,
+                code=kernels.code(self.runtime, _core.gpu_info(self.runtime, index)[2]),
+                rank=rank,
+                size=topology.size,
+                high_priority=env.STREAM_PRIORITY.read() == "high",
+                blocks=env.REDUCE_BLOCKS.read(),
+                amd_copy=env.AMD_COPY.read(),
+                amd_flag=env.AMD_FLAG.read(),
+            )
+            window = self._memory.allocate(layout.window_nbytes, f"rank {rank} cannot allocate its window")
+            self._share(meeting, window, {"runtime": self.runtime})
+            connect.connect(meeting, again, _core.flags_nbytes(layout.flag_count), timeout_s)
+            # The first engine's control links serve all.
+            _close(again.control.values())
+            again.control = {}
+            memory = [(peer, *fds, 0) for peer, fds in again.memory.items()]
+            lanes = [(peer, lane, fd) for (peer, lane), fd in again.lanes.items()]
+            again.memory, again.lanes = {}, {}  # The engine's, also where it cannot be made.
+            self.engine = _core.Engine(
+                rank=rank,
+                size=topology.size,
+                flag_count=layout.flag_count,
+                ring_count=layout.base_count,
+                window_nbytes=layout.window_nbytes,
+                timeout_s=timeout_s,
+                limit=limit,
+                spin_s=0.0,
+                flag_names=layout.flag_names(rank),
+                peers=memory,
+                control=[],
+                tcp=lanes,
+                first=first,
+                gpu=self._memory,
+            )
+            meeting.exchange("ready", b"", timeout_s)
+        except BaseException as error:
+            meeting.tell(error)
+            _close([*again.control.values(), *again.lanes.values(), *chain(*again.memory.values())])
+            if hasattr(self, "engine"):
+                self.engine.close()
+                del self.engine  # Its descriptors go now, though the error holds this frame.
+            if hasattr(self, "_memory"):
+                self._memory.close(agreed=False)
+                del self._memory
+            raise
+        polls = f", its waits polled by a thread ({self._memory.polls})" if self._memory.polls else ""
+        slot = f"{SLOTS} slots of {layout.slot_nbytes} bytes a ring"
+        env.debug("INFO", f"{peers.names[rank]}: GPU {index} ({self._memory.pci}): {slot}{polls}")
+
+    def symmetric(self, buffer: _core.Buffer, in_place: bool) -> tuple[int, int, bool] | None:
+        """Number and offset of the symmetric memory that holds the buffer, with what it is to the call."""
+        if not self._has_symmetric:
+            return None
+        number, offset = self._memory.find(buffer.address, buffer.nbytes)
+        return (number, offset, in_place) if number else None
+
+    def allocate(self, meeting: Rendezvous, nbytes: int, what: str) -> _core.Allocation:
+        """Symmetric memory, collective. Raises `UsageError` where the ranks ask for different things."""
+        own = None
+        try:
+            own = self._memory.allocate(nbytes, f"rank {self._rank} cannot allocate {what}")
+            self._share(meeting, own, {"what": what})
+            meeting.exchange("mapped", b"", self._timeout_s)
+        except BaseException as error:
+            meeting.tell(error)
+            if own is not None:  # Its number is the next one's, on all ranks.
+                self._memory.drop(own)
+            raise
+        self._has_symmetric = True
+        return own
+
+    def _share(self, meeting: Rendezvous, own: _core.Allocation, agreed: dict[str, str]) -> None:
+        """Maps the node mates' counterparts of `own`, and lets them map it."""
+        card = {"handle": own.handle.hex(), "pci": self._memory.pci, "pid": os.getpid(), "pids": _pid_namespace()}
+        raw = meeting.exchange("memory", json.dumps(card | agreed).encode(), self._timeout_s)
+        cards = [json.loads(each) for each in raw]
+        for key, value in agreed.items():
+            for rank, other in enumerate(cards):
+                if other[key] != value:
+                    raise UsageError(f"rank {rank} has {other[key]}, rank {self._rank} {value}: all must have the same")
+        for mate in self._topology.mates(self._rank):
+            other = cards[mate]
+            pid = other["pid"] if other["pids"] == card["pids"] else 0
+            self._memory.map(own, mate, other["pci"], pid, bytes.fromhex(other["handle"]))
+
+    def drain(self) -> None:
+        self.engine.drain()
+
+    def busy(self) -> bool:
+        """Whether calls are on the GPU still, and with them their tensors."""
+        return self.engine.busy()
+
+    def close(self) -> None:
+        """After the first engine's close()."""
+        self.engine.close()
+        self._memory.close()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self.engine.forget()
+        self._memory.forget()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
