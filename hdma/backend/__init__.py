@@ -1,10 +1,10 @@
-"""The torch.distributed backend "hdma", for tensors in host memory.
+"""The torch.distributed backend "hdma", for tensors in host memory and on GPUs.
 
     import hdma.backend                      # from torch 2.14 on not needed: the entry point registers it
     torch.distributed.init_process_group("hdma")
 
 What hdma does not do itself (point to point, gather, scatter, reduce, some dtypes and operations) is forwarded to a
-gloo group that is made when it is first needed.
+gloo group, on GPUs to an NCCL group, which is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Group", "register"]
 def register() -> None:
     """Makes `init_process_group("hdma")` known. Called by the import; may be called again."""
     # A list: torch 2.13 takes a string for its characters.
-    dist.Backend.register_backend("hdma", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("hdma", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, _: Any) -> Group:

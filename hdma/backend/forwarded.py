@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+from hdma.backend.gpu import AnyWork
 from hdma.backend.issue import UNSET, Issue
 from hdma.backend.options import c10d
 from hdma.backend.shapes import After, both, changing, check, dense, landing
-from hdma.backend.work import GroupWork
 
 
 class Forwarded(Issue):
     """A group with the operations that hdma leaves to gloo; tensors with gaps are copied, for which gloo is wrong."""
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> AnyWork:
         """tensors[0] of rank opts.rootRank = the sum over ranks; by gloo."""
         data, after = each_as(changing, tensors)
         return self._forward("reduce", tensors[0], lambda g: g.reduce(data, opts), tensors, after)
 
-    def gather(self, output_tensors: Any, input_tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    def gather(self, output_tensors: Any, input_tensors: Sequence[Tensor], opts: Any) -> AnyWork:
         """output_tensors[0][r] of rank opts.rootRank = input_tensors[0] of rank r; by gloo."""
         outs = list(output_tensors[0]) if output_tensors else []
         landed, after = each_as(landing, outs)
@@ -30,7 +30,7 @@ class Forwarded(Issue):
         run: Callable[[Any], Any] = lambda g: g.gather([landed] if outs else [], inputs, opts)  # noqa: E731
         return self._forward("gather", input_tensors[0], run, outs, after)
 
-    def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Any, opts: Any) -> GroupWork:
+    def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Any, opts: Any) -> AnyWork:
         """output_tensors[0] = input_tensors[0][this rank] of rank opts.rootRank; by gloo."""
         landed, after = each_as(landing, output_tensors)
         inputs = [[dense(each) for each in parts] for parts in input_tensors]
@@ -38,17 +38,17 @@ class Forwarded(Issue):
             "scatter", output_tensors[0], lambda g: g.scatter(landed, inputs, opts), output_tensors, after
         )
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> AnyWork:
         """Sends tensors[0] to rank `dst` of the group; by gloo."""
         data = [dense(each) for each in tensors]
         return self._forward(f"send to {dst}", data[0], lambda g: g.send(data, dst, tag), tensors)
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> GroupWork:
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> AnyWork:
         """Receives tensors[0] from rank `src` of the group; by gloo."""
         landed, after = each_as(landing, tensors)
         return self._forward(f"recv from {src}", tensors[0], lambda g: g.recv(landed, src, tag), tensors, after)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> AnyWork:
         """Receives tensors[0] from any rank of the group, which `source_rank()` of the work tells; by gloo."""
         landed, after = each_as(landing, tensors)
         return self._forward("recv", tensors[0], lambda g: g.recv_anysource(landed, tag), tensors, after)
@@ -59,7 +59,7 @@ class Forwarded(Issue):
         limit = timedelta(seconds=self._timeout_s) if asked in (None, UNSET) else asked
         (self._inner or self._make_inner()).monitored_barrier(limit, wait_all_ranks)
 
-    def _forward_reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> GroupWork:
+    def _forward_reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> AnyWork:
         check("reduce_scatter", input)
         (out, after), inp = landing(output), dense(input)
         opts = opts or c10d.ReduceScatterOptions()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hdma.backend.forwarded import Forwarded, each_as
+from hdma.backend.gpu import AnyWork, GpuWork
 from hdma.backend.issue import Call
 from hdma.backend.options import REDUCED, c10d, now, op_name, options
 from hdma.backend.shapes import After, apart, both, changing, check, dense, joined, landing, padded, put, slot, splits
@@ -24,15 +25,15 @@ _LARGE_NBYTES = 256 << 10
 class Group(Forwarded):
     """The process group (up to torch 2.13) or backend (from 2.14 on) "hdma".
 
-    The methods are those that torch.distributed calls, under the names of both. Tensors must be dense and in host
-    memory; those that are not contiguous are copied. Elements count, not shapes. Arguments that cannot be right
-    raise `hdma.UsageError`, and the group stays usable; other errors of hdma end it. `opts` of None means
+    The methods are those that torch.distributed calls, under the names of both. Tensors must be dense, in host memory
+    or all on one GPU; those that are not contiguous are copied. Elements count, not shapes. Arguments that cannot be
+    right raise `hdma.UsageError`, and the group stays usable; other errors of hdma end it. `opts` of None means
     asynchronous, with the group's time-out.
     """
 
     # AllGather and ReduceScatter of one tensor: what FSDP calls, kept short.
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork | None:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> AnyWork | None:
         """output[r] = input of rank r, as a concatenation or a stack; any dtype."""
         comm = self._at_once(opts)
         if comm is not None and output.is_contiguous() and input.is_contiguous():
@@ -47,7 +48,7 @@ class Group(Forwarded):
         inp = dense(input)
         return self._issue("all_gather", inp, [_gather(out, inp)], [output], opts, after)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork | None:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> AnyWork | None:
         """output = the sum (or opts.reduceOp) over ranks of this rank's part of input."""
         comm, op = self._at_once(opts), op_name(opts)
         if op is None or input.dtype not in REDUCED:
@@ -68,7 +69,7 @@ class Group(Forwarded):
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
+    ) -> AnyWork:
         """all_gather_single for each pair."""
         _check_pairs("all_gather_coalesced", outputs, inputs, outputs, inputs, self._me.size)
         landings = [landing(output) for output in outputs]
@@ -80,7 +81,7 @@ class Group(Forwarded):
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
+    ) -> AnyWork:
         """reduce_scatter_single for each pair."""
         _check_pairs("reduce_scatter_coalesced", outputs, inputs, inputs, outputs, self._me.size)
         op = op_name(opts)
@@ -94,7 +95,7 @@ class Group(Forwarded):
             f"reduce_scatter of {len(calls)}", first, calls, outputs, opts, both(*(after for _, after in landings))
         )
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> AnyWork:
         """allreduce of each tensor."""
         return self._all_reduce(f"all_reduce of {len(tensors)}", tensors, opts)
 
@@ -102,7 +103,7 @@ class Group(Forwarded):
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> GroupWork:
+    ) -> AnyWork:
         """output_tensors[0][r] = input_tensors[0] of rank r; the ranks' tensors may differ in shape."""
         if isinstance(input_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -122,7 +123,7 @@ class Group(Forwarded):
         calls = [_spread(out, root) for root, (out, _) in enumerate(landings)]
         return self._issue("all_gather", inp, calls, outs, opts, both(*(after for _, after in landings)))
 
-    def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> AnyWork:
         """output_lists[r][i] = input_list[i] of rank r."""
         works = [self.allgather([list(outs)], [inp], opts) for outs, inp in zip(zip(*output_lists), input_list)]
         return self._together(works, [out for outs in output_lists for out in outs])
@@ -134,7 +135,7 @@ class Group(Forwarded):
         opts: Any = None,
         timeout: timedelta | None = None,
         op: Any = None,
-    ) -> GroupWork:
+    ) -> AnyWork:
         """output_tensors[0] = the sum over ranks of input_tensors[0][this rank]; the parts may differ in shape."""
         if isinstance(output_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -166,7 +167,7 @@ class Group(Forwarded):
         input_tensors: Sequence[Tensor],
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> GroupWork:
+    ) -> AnyWork:
         """output_tensors[r] = input_tensors[this rank] of rank r; shapes may differ.
 
         Sizes are exchanged first, in the calling thread. Raises `UsageError` on all ranks where they do not fit.
@@ -175,7 +176,7 @@ class Group(Forwarded):
 
     # The others
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> GroupWork:
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> AnyWork:
         """tensors[0] = the sum (or opts.reduceOp) over ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         tensor, comm = _only("all_reduce", tensors), self._at_once(opts)
@@ -188,12 +189,12 @@ class Group(Forwarded):
                 except Error as error:
                     raise self.explain(error) from error.__cause__
                 self._history.end()
-                return GroupWork(tensors)
+                return GpuWork(tensors) if tensor.is_cuda else GroupWork(tensors)
         return self._all_reduce("all_reduce", tensors, options(opts, timeout, op, c10d.AllreduceOptions))
 
     def broadcast(
         self, tensors: Any, opts: Any = None, root: int | None = None, timeout: timedelta | None = None
-    ) -> GroupWork:
+    ) -> AnyWork:
         """tensors[0] = that of rank opts.rootRank; any dtype."""
         if isinstance(tensors, Tensor):
             tensors, root, opts = [tensors], opts if isinstance(opts, int) else root, None
@@ -213,7 +214,7 @@ class Group(Forwarded):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> GroupWork:
+    ) -> AnyWork:
         """Part r of output = part (this rank) of the input of rank r; parts are equal where no sizes are given.
 
         With sizes, those of all ranks are exchanged first, in the calling thread.
@@ -231,8 +232,10 @@ class Group(Forwarded):
         (out, after), inp = landing(output), dense(input)
         return self._issue("all_to_all", inp, [_exchange(out, inp)], [output], opts, after)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
-        """Complete after every rank has called it."""
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> AnyWork:
+        """Complete after every rank has called it, and what this rank had put on its current stream was over."""
+        if torch.cuda.is_initialized():
+            self._finish_on_gpu()
         opts = options(opts, timeout, make=c10d.BarrierOptions)
         return self._issue("barrier", None, [lambda c, a: c.barrier(async_op=a)], [], opts)
 
@@ -245,7 +248,7 @@ class Group(Forwarded):
 
     # Parts of the above
 
-    def _all_reduce(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    def _all_reduce(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> AnyWork:
         op = op_name(opts)
         if op in ("sum", "avg"):
             # As torch.distributed does: a complex sum is that of its parts.
@@ -272,7 +275,7 @@ class Group(Forwarded):
         outputs: Sequence[Tensor],
         opts: Any,
         last: After = None,
-    ) -> GroupWork:
+    ) -> AnyWork:
         size, rank = self._me.size, self._me.rank
         dtype = inputs[0].dtype if inputs else torch.float32
         slot(call, inputs, dtype, size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hdma import rendezvous
-from hdma.backend import gloo
+from hdma.backend import gloo, gpu
 from hdma.backend.history import History
 from hdma.backend.options import c10d
 from hdma.backend.work import GroupWork, Watcher
@@ -46,7 +46,9 @@ class Life(_Parent):  # type: ignore[misc]
         self._store = c10d.PrefixStore(_meeting(name, default), store)
         self._history = History()
         self._comm: Communicator | None = None
-        self._inner: Any = None
+        self._inner: Any = None  # gloo
+        self._inner_gpu: Any = None  # NCCL
+        self._side: gpu.Side | None = None
         self._error: Error | None = None
         self._ended = ""
         self._limit_s: float | None = None
@@ -75,10 +77,10 @@ class Life(_Parent):  # type: ignore[misc]
         self._name = name
 
     def _get_backend(self, device: Any) -> Any:
-        """This group, which is its own backend. Raises `UsageError` for other devices than the CPU."""
+        """This group, which is its own backend. Raises `UsageError` for other devices than CPU and GPU."""
         kind = torch.device(device).type
-        if kind != "cpu":
-            raise UsageError(f"the hdma group {self._name!r} has no backend for {kind}: it moves host memory")
+        if kind not in ("cpu", "cuda"):
+            raise UsageError(f"the hdma group {self._name!r} has no backend for {kind}")
         return self
 
     def _get_sequence_number_for_group(self) -> int:
@@ -98,8 +100,9 @@ class Life(_Parent):  # type: ignore[misc]
             self._limit_s = None
             text = f"hdma: group {self._name!r} keeps its time-out of {self._timeout_s:g} s: it is already connected"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        if self._inner is not None:
-            self._inner._set_default_timeout(timeout)
+        for inner in (self._inner, self._inner_gpu):
+            if inner is not None:
+                inner._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -122,7 +125,7 @@ class Life(_Parent):  # type: ignore[misc]
 
         @property
         def _device_types(self) -> list[Any]:
-            return [torch.device("cpu")]
+            return [torch.device("cpu"), torch.device("cuda")]
 
     # Connecting
 
@@ -152,6 +155,20 @@ class Life(_Parent):  # type: ignore[misc]
             if self._inner is None:
                 self._inner = gloo.make(self._store, self._me.rank, self._me.size, self._limit_s or self._timeout_s)
             return self._inner
+
+    def _make_inner_gpu(self) -> Any:
+        with self._making:
+            if self._ended:
+                raise Error(f"the process group {self._name!r} was ended by {self._ended}()")
+            if self._inner_gpu is None:
+                limit_s = self._limit_s or self._timeout_s
+                self._inner_gpu = gpu.make_inner(self._store, self._me.rank, self._me.size, limit_s)
+            return self._inner_gpu
+
+    def _side_of(self, tensor: Any) -> gpu.Side:
+        if self._side is None:
+            self._side = gpu.Side(tensor.device)
+        return self._side
 
     # The end
 
@@ -183,6 +200,9 @@ class Life(_Parent):  # type: ignore[misc]
             # abort() also drops what has been sent and not yet received.
             (self._inner.abort if how == "abort" or waiting else self._inner.shutdown)()
             self._inner = None
+        if self._inner_gpu is not None:
+            (self._inner_gpu.abort if how == "abort" else self._inner_gpu.shutdown)()
+            self._inner_gpu = None
 
     def _leave(self, comm: Communicator, patience_s: float) -> None:
         if not comm.closed:

@@ -63,9 +63,9 @@ def slot(call: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype, size: i
 
 
 def check(call: str, tensor: torch.Tensor) -> None:
-    """Raises `UsageError` for what is not dense host memory."""
-    if tensor.device.type != "cpu":
-        raise UsageError(f"{call}: a tensor is on {tensor.device}, but this group moves host memory: pass it as .cpu()")
+    """Raises `UsageError` for what is not dense memory of the host or a GPU."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{call}: a tensor is on {tensor.device}: hdma moves memory of the host and of GPUs")
     if tensor.layout != torch.strided:
         raise UsageError(f"{call}: a tensor has layout {tensor.layout}: pass a dense one")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,13 @@ import hdma.backend
 
 warnings.simplefilter("ignore", FutureWarning)
 torch.set_num_threads(1)
+DEVICE = os.environ.get("TEST_TORCH", "cpu")
+ON_GPU = DEVICE != "cpu"
+if ON_GPU:
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    torch.set_default_device(DEVICE)
+if not hasattr(dist, "all_gather_single"):  # Names from torch 2.13 on.
+    dist.all_gather_single, dist.reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 dist.init_process_group("hdma", timeout=timedelta(seconds=60))
 rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
 assert (dist.get_backend(), world.group_name, world.rank(), world.size()) == ("hdma", "0", rank, size)
@@ -32,8 +40,8 @@ OPS = {
 
 def values(of: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Small whole numbers of rank `of`: any order of additions gives the same."""
-    generator = torch.Generator().manual_seed(100 * seed + of)
-    return torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(100 * seed + of)
+    return torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8, device="cpu").to(dtype).to(DEVICE)
 
 
 def everyone(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -119,14 +127,16 @@ whole = torch.ones(3, dtype=torch.int64)
 refused(lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG), "average")
 # By gloo, or as parts: operations and dtypes that hdma lacks.
 tensor = torch.tensor([1 << rank, 3], dtype=torch.int32)
-dist.all_reduce(tensor, op=dist.ReduceOp.BOR)
-assert tensor.tolist() == [(1 << size) - 1, 3]
+if not ON_GPU:  # NCCL has none of these.
+    dist.all_reduce(tensor, op=dist.ReduceOp.BOR)
+    assert tensor.tolist() == [(1 << size) - 1, 3]
 tensor = torch.tensor([complex(rank, 1)])
 dist.all_reduce(tensor)
 assert tensor.tolist() == [complex(sum(range(size)), size)]
-sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
-dist.all_reduce(sparse)
-same(sparse.to_dense(), torch.ones(size))
+if not ON_GPU:
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
+    dist.all_reduce(sparse)
+    same(sparse.to_dense(), torch.ones(size))
 
 # Shapes: scalars, nothing, other forms of the same elements, gaps.
 out = torch.zeros(size)
@@ -211,7 +221,7 @@ dist.all_gather_single(out, out[rank])
 same(out, torch.stack(everyone(3)))
 
 # Coalesced, by both forms of torch's manager.
-for options in ({}, {"async_ops": True}, {"device": torch.device("cpu")}):
+for options in ({}, {"async_ops": True}, {"device": torch.device(DEVICE)}):
     shards, wholes = [everyone(k, seed=k) for k in (1, 4, 9)], [everyone(size, k, seed=k) for k in (1, 4, 9)]
     outs = [torch.zeros(size, k) for k in (1, 4, 9)]
     with dist._coalescing_manager(**options) as manager:
@@ -249,13 +259,17 @@ for got, parts in zip(
 ):
     same(got.wait(), torch.cat(parts))
 grads = torch.ones(2, 3, requires_grad=True)
-functional.all_gather_tensor_autograd(grads, 0, world).sum().backward()
+gathered = functional.all_gather_tensor_autograd(grads, 0, world)
+(gathered * torch.ones(2 * size, 3)).sum().backward()  # Torch 2.11 wants a contiguous gradient.
 same(grads.grad, torch.full((2, 3), float(size)))
 
 # Works: waited for twice, dropped, as futures.
 tensor = torch.ones(1000)
 work = dist.all_reduce(tensor, async_op=True)
-assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_completed() and work.is_success()
+assert work.wait() and work.wait(timedelta(seconds=1))
+if ON_GPU:  # There a wait is the stream's.
+    torch.cuda.synchronize()
+assert work.is_completed() and work.is_success()
 assert work.exception() is None and work.result()[0] is tensor
 for n in (1, 1 << 20):
     tensor, doubled = torch.ones(n), []
@@ -307,18 +321,24 @@ if rank == 1:
     same(tensor, reduced(everyone(3)))
 peer = (rank + 1) % size
 got = strided(torch.zeros(3))
-works = [dist.isend(values(rank, 3), peer), dist.irecv(got, (rank - 1) % size)]
-assert all(work.wait() and work.wait() for work in works)
-same(got, values((rank - 1) % size, 3))
-got = torch.zeros(3)
-ops = [dist.P2POp(dist.isend, values(rank, 3), peer), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
-for work in dist.batch_isend_irecv(ops):
-    work.wait()
-same(got, values((rank - 1) % size, 3))
-if rank == 0:
-    assert {dist.recv(got) for _ in range(size - 1)} == set(range(1, size))
+if ON_GPU:  # NCCL's sends wait for the receives that are not issued with them.
+    steps = [lambda: dist.send(values(rank, 3), peer), lambda: dist.recv(got, (rank - 1) % size)]
+    for step in steps if rank % 2 == 0 else steps[::-1]:
+        step()
+    same(got, values((rank - 1) % size, 3))
 else:
-    dist.send(values(rank, 3), 0)
+    works = [dist.isend(values(rank, 3), peer), dist.irecv(got, (rank - 1) % size)]
+    assert all(work.wait() and work.wait() for work in works)
+    same(got, values((rank - 1) % size, 3))
+    got = torch.zeros(3)
+    ops = [dist.P2POp(dist.isend, values(rank, 3), peer), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    same(got, values((rank - 1) % size, 3))
+    if rank == 0:
+        assert {dist.recv(got) for _ in range(size - 1)} == set(range(1, size))
+    else:
+        dist.send(values(rank, 3), 0)
 names: list[object] = [None] * size
 dist.all_gather_object(names, {"rank": rank})
 assert names == [{"rank": r} for r in range(size)]
@@ -333,11 +353,18 @@ refused(lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1] * siz
 refused(lambda: dist.all_to_all([torch.zeros(1)] * size, [torch.zeros(2)] * size), "sends 2 elements")
 pairs = [torch.zeros(2 * size), torch.zeros(3)], [torch.zeros(2), torch.zeros(3)]
 refused(lambda: world.all_gather_single_coalesced(*pairs), "pair 1")
+if ON_GPU:
+    refused(lambda: dist.all_reduce(torch.zeros(3, device="meta")), "meta")
+    graph = torch.cuda.CUDAGraph()
+    captured = torch.zeros(3)
+    with torch.cuda.graph(graph):
+        refused(lambda: dist.all_reduce(captured), "captured")
+    dist.all_reduce(captured)
 world.monitored_barrier(timedelta(seconds=30))
 meta = torch.zeros(3, device="meta")
 refused(lambda: dist.all_reduce(meta), "meta")
 refused(lambda: dist.all_gather_single(torch.zeros(3 * size), meta), "meta")
-refused(lambda: world._get_backend(torch.device("cuda")), "cuda")
+refused(lambda: world._get_backend(torch.device("xpu")), "xpu")
 dist.barrier()
 dist.destroy_process_group()
 print("all equal")

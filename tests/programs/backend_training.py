@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from datetime import timedelta
@@ -25,10 +26,14 @@ import hdma.backend  # noqa: F401
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
+DEVICE = os.environ.get("TEST_TORCH", "cpu")
+if DEVICE != "cpu":
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    torch.set_default_device(DEVICE)
 dist.init_process_group("hdma", timeout=timedelta(seconds=60))
 rank, size = dist.get_rank(), dist.get_world_size()
-mesh = init_device_mesh("cpu", (size,))
-rows = torch.randn(4 * size, 16, generator=torch.Generator().manual_seed(1))
+mesh = init_device_mesh(DEVICE, (size,))
+rows = torch.randn(4 * size, 16, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(DEVICE)
 mine = rows[4 * rank : 4 * rank + 4]
 
 
