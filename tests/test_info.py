@@ -3,12 +3,16 @@
 import json
 import os
 import resource
+import subprocess
 import sys
 
 import pytest
+import stub_gpu
 from processes import environment, free_port, mpirun, ranks, run, torchrun
 
-from hdma.info import checks, found, groups, host, launchers, settings
+from hdma import kernels
+from hdma.errors import DeviceError
+from hdma.info import checks, found, gpus, groups, host, kfd, launchers, settings
 from hdma.topology import Topology
 
 INFO = ["-m", "hdma.info"]
@@ -109,12 +113,12 @@ def test_env_table():
     assert done.code == 0, done.out
     lines = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
     assert "2.5 " in lines["HDMA_TIMEOUT_S"] and "300 " in lines["HDMA_TIMEOUT_S"]
-    assert "64 MiB (default)" in lines["HDMA_WINDOW_BYTES"] and "equal" in lines["HDMA_WINDOW_BYTES"]
+    assert "64 MiB on the host" in lines["HDMA_WINDOW_BYTES"] and "equal" in lines["HDMA_WINDOW_BYTES"]
     assert "HDMA_CHUNK_BYTE has no effect: did you mean HDMA_CHUNK_BYTES?" in done.out
-    done = info("--env", "--json", HDMA_DEVICE="cuda")
+    done = info("--env", "--json", HDMA_DEVICE="tpu")
     assert done.code == 1
     rows = {row["name"]: row for row in json.loads(done.out)}
-    assert "no GPU device" in rows["HDMA_DEVICE"]["error"] and rows["HDMA_WIRE"]["value"] == "auto"
+    assert "one of auto, host, cuda, hip" in rows["HDMA_DEVICE"]["error"] and rows["HDMA_WIRE"]["value"] == "auto"
 
 
 def test_wrong_arguments():
@@ -285,3 +289,199 @@ def test_settings_do_not_change_the_environment(monkeypatch):
     before = dict(os.environ)
     assert {row["name"]: row["value"] for row in settings.table()}["HDMA_DEBUG"] == "INFO"
     assert dict(os.environ) == before
+
+
+# GPUs: on the stub of a driver, and of what a driver might say.
+
+
+def stub_info(runtime, *args, gpus=2, stub=None, **env):
+    return info(*args, **stub_gpu.variables(stub_gpu.build(), runtime, gpus, **stub or {}), HDMA_DEVICE=runtime, **env)
+
+
+def compiles(runtime):
+    try:
+        return bool(kernels.Compiler(kernels.KINDS[runtime]))
+    except DeviceError:
+        return False
+
+
+def gpu_row(name="cuda", count=2, **more):
+    """A driver of GPUs on which all is well, but for `more`."""
+    arch = "sm_90" if name == "cuda" else "gfx942"
+    link = {"type": "xGMI", "weight": 15, "engines": 4}
+    row = {
+        "name": name,
+        "used": True,
+        "library": "lib",
+        "devices": ["/dev/x"],
+        "error": "",
+        "peer_error": "",
+        "doing": "",
+    }
+    row["gpus"] = [{"name": "a GPU", "pci": f"0000:{n:02x}:00.0", "arch": arch} for n in range(count)]
+    row["reaches"] = [[True] * count for _ in range(count)]
+    row["links"] = [[None if a == b else link for b in range(count)] for a in range(count)] if name == "hip" else []
+    row["polls"] = "" if name == "cuda" else "waits of streams are kernels"
+    row["kernels"] = [{"arch": arch, "compiler": "/lib (1.0)", "kept": True, "error": ""}]
+    return row | {"tried": []} | more
+
+
+def gpu_verdicts(row, gpus_here=None, torch=None, **more):
+    limits = {"memlock_nbytes": more.pop("memlock_nbytes", None)}
+    return {check.name: check for check in gpus.checks(facts(devices=[row], limits=limits, **more), gpus_here, torch)}
+
+
+@pytest.mark.parametrize("runtime", ["cuda", "hip"])
+def test_gpus(runtime):
+    done = stub_info(runtime, "--json", gpus=3)
+    report = json.loads(done.out)
+    (row,) = (device for device in report["devices"] if device["name"] == runtime)
+    assert row["used"] and not row["error"] and [gpu["name"] for gpu in row["gpus"]] == ["stub GPU"] * 3
+    assert row["gpus"][1]["pci"].lower() == "0000:1b:00.0" and row["reaches"] == [[True] * 3] * 3
+    assert bool(row["polls"]) == (runtime == "hip")
+    verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert verdicts[f"{runtime}"] == verdicts[f"{runtime} peers"] == verdicts[f"{runtime} waits"] == "ok"
+    assert (verdicts[f"{runtime} kernels"] == "ok") == compiles(runtime) == (done.code == 0), done.out
+    assert report["groups"][0]["gpu_window_nbytes"] == 32 << 20
+
+
+def test_gpus_with_faults():
+    done = stub_info("cuda", stub={"no_peer": 1}, CUDA_DEVICE_MAX_CONNECTIONS=1)
+    assert done.code == 1 and "FAIL  cuda peers     GPUs 1-0 do not reach" in done.out, done.out
+    assert "WARN  cuda waits     CUDA_DEVICE_MAX_CONNECTIONS=1: a thread polls them" in done.out
+    done = stub_info("hip", HSA_ENABLE_SDMA=0, HIP_LAUNCH_BLOCKING=1, GPU_MAX_HW_QUEUES=2)
+    for text in ("HSA_ENABLE_SDMA=0: all copies run on compute units", "HIP_LAUNCH_BLOCKING=1", "GPU_MAX_HW_QUEUES=2"):
+        assert f"WARN  hip variables  {text}" in done.out, done.out
+
+
+def test_drivers_that_fail():
+    done = stub_info("cuda", stub={"fail": "cuDeviceGetName:999"})
+    assert done.code == 1 and "FAIL  cuda           the CUDA driver (libcuda.so.1): cuDeviceGetName()" in done.out, (
+        done.out
+    )
+    done = stub_info("hip", stub={"fail": "hipDeviceCanAccessPeer:1"})
+    assert "WARN  hip peers      hipDeviceCanAccessPeer(0, 1)" in done.out, done.out
+
+
+def test_driver_without_a_gpu():
+    done = info(**stub_gpu.variables(stub_gpu.build(), no_gpu=1), CUDA_VISIBLE_DEVICES="")
+    assert "which shows no GPU (CUDA_VISIBLE_DEVICES=): tensors in host memory only" in done.out, done.out
+    assert "a HIP runtime, which shows no GPU" in done.out
+    done = info(HDMA_DEVICE="host", **stub_gpu.variables(stub_gpu.build()))
+    assert done.code == 0 and "HDMA_DEVICE=host: they are not looked at" in done.out, done.out
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [("pause();", "gave no answer within 0.5 s while loading"), ("abort();", "ended by signal 6 while loading")],
+)
+def test_drivers_that_hang_or_crash(monkeypatch, tmp_path, body, error):
+    code = f"#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor)) static void start() {{ {body} }}"
+    library = str(tmp_path / "libcuda.so.1")
+    subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", library], input=code, text=True, check=True)
+    monkeypatch.setattr(gpus, "_DRIVER_S", 0.5 if "pause" in body else 20.0)
+    (row,) = gpus.look([{"name": "cuda", "used": False, "library": library, "devices": ["/dev/nvidia0"]}])
+    assert error in row["error"] and not row["used"]
+    assert gpu_verdicts(row)["cuda"].verdict == "fail"
+
+
+def test_a_driver_that_torch_brings(monkeypatch, tmp_path):
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    library = tmp_path / "torch" / "lib" / "libamdhip64.so"
+    library.symlink_to(stub_gpu.build() / "libamdhip64.so")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (row,) = (row for row in found.devices() if row["name"] == "hip")
+    if row["library"] == str(library):  # Not where ROCm is installed.
+        monkeypatch.setenv("STUB_GPUS", "1")
+        (row,) = gpus.look([row])
+        assert len(row["gpus"]) == 1, row
+
+
+def test_each_gpu_is_used():
+    if not compiles("cuda"):
+        pytest.skip("no compiler for CUDA kernels")
+    done = stub_info("cuda", "--try")
+    assert done.code == 0 and "ok    cuda use       a first call works on each of 2" in done.out, done.out
+    assert "sm_90: " in done.out
+    done = stub_info("cuda", "--try", stub={"fail": "cuMemHostRegister_v2:2"})
+    assert done.code == 1 and "FAIL  cuda use       GPU 1: cuMemHostRegister(" in done.out, done.out
+
+
+def test_gpus_of_a_well_host():
+    for name in ("cuda", "hip"):
+        found = gpu_verdicts(gpu_row(name), gpus_here=8, torch="2.13.0")
+        assert {check.verdict for check in found.values()} == {"ok"}, found
+    assert gpus.checks(facts(), None, None)[0].verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "row", "more"),
+    [
+        ("cuda", "warn", {"library": None, "gpus": []}, {}),
+        ("cuda", "warn", {"gpus": []}, {}),
+        ("cuda", "fail", {"gpus": [], "error": "cuInit(0): too old (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, 803)"}, {}),
+        ("cuda", "warn", {"gpus": [], "error": "cuInit(0): no device (CUDA_ERROR_NO_DEVICE, 100)"}, {}),
+        ("cuda peers", "warn", {"count": 3, "reaches": [[True, True, False], [True] * 3, [False, True, True]]}, {}),
+        ("cuda kernels", "fail", {"kernels": [{"arch": "sm_90", "error": "no nvrtc"}]}, {}),
+        ("cuda waits", "warn", {"polls": "CUDA_LAUNCH_BLOCKING is set"}, {}),
+        ("cuda use", "fail", {"tried": [{"error": "cuMemAlloc(): out of memory", "s": 1.0}]}, {}),
+        ("pinned memory", "fail", {}, {"here": 1 << 20}),
+        ("gpus", "warn", {}, {"gpus_here": 2}),
+        ("torch", "warn", {}, {"torch": "2.13.0+cpu"}),
+    ],
+)
+def test_each_fault_of_gpus_is_found(name, verdict, row, more):
+    check = gpu_verdicts(gpu_row(**row), **more)[name]
+    assert check.verdict == verdict and check.evidence and check.remedy
+
+
+def test_locked_memory(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    check = gpu_verdicts(gpu_row(), memlock_nbytes=1 << 16)["pinned memory"]
+    assert check.verdict == "warn" and "64 KiB" in check.evidence and "ulimit -l" in check.remedy
+
+
+def test_kernels_that_cannot_be_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    row = gpu_row(kernels=[{"arch": "sm_90", "compiler": "/lib (1.0)", "kept": False, "error": ""}])
+    assert "every process compiles" in gpu_verdicts(row)["cuda kernels"].evidence
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    check = gpu_verdicts(row)["cuda kernels"]
+    assert check.verdict == "ok" and "at the first use" in check.evidence
+
+
+def test_links_of_amd_gpus(tmp_path):
+    """Three GPUs behind one CPU: two by xGMI, the third by PCIe; one of them is not among the visible ones."""
+
+    def node(number, links=(), **properties):
+        for folder, more in {"": properties, **dict(links)}.items():
+            path = tmp_path / str(number) / folder
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "properties").write_text("".join(f"{name} {value}\n" for name, value in more.items()))
+
+    def link(to, kind, weight, engines=0):
+        return {
+            "type": kind,
+            "node_from": 9,
+            "node_to": to,
+            "weight": weight,
+            "recommended_sdma_engine_id_mask": engines,
+        }
+
+    node(0, {"io_links/0": link(1, 2, 20)}, simd_count=0, cpu_cores_count=64)
+    one = {"io_links/0": link(0, 2, 20), "io_links/1": link(2, 11, 15, 16384), "p2p_links/0": link(10, 2, 40)}
+    node(1, one, simd_count=1216, location_id=0x0500, domain=0, gfx_target_version=90402)
+    node(2, {"io_links/0": link(1, 11, 15, 4)}, simd_count=1216, location_id=0x2600, domain=0)
+    node(10, {"p2p_links/0": link(1, 7, 40)}, simd_count=1216, location_id=0x2609, domain=1)
+    (tmp_path / "1" / "io_links" / "2").mkdir()  # Not to be read.
+    found = kfd.links(["0000:05:00.0", "0001:26:01.1", "0000:26:00.0"], str(tmp_path))
+    assert [[each and each["type"] for each in row] for row in found] == [
+        [None, "PCIe", "xGMI"],
+        ["type 7", None, None],
+        ["xGMI", None, None],
+    ]
+    assert found[0][2] == {"type": "xGMI", "weight": 15, "engines": 16384}
+    assert kfd.links(["0000:05:00.0"], str(tmp_path / "none")) == []
+    check = gpu_verdicts(gpu_row("hip", 3, links=found))["hip links"]
+    assert "1 of 6 PCIe" in check.evidence and "2 of 6 xGMI" in check.evidence and "for 2 of them" in check.evidence

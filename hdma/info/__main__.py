@@ -18,6 +18,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--env", action="store_true", help="print only the HDMA_* variables")
+    parser.add_argument("--try", action="store_true", dest="tries", help="use each GPU once, as a first call would")
     args = parser.parse_args()
     # What is wrong with variables is one of the checks.
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -25,7 +26,7 @@ def main() -> int:
         rows = settings.table()
         print(json.dumps(rows, indent=2) if args.json else text.settings(rows))
         return 1 if any(row["error"] for row in rows) else 0
-    found = report.make()
+    found = report.make(args.tries)
     if found["job"]["rank"] == 0:
         print(json.dumps(found, indent=2) if args.json else text.report(found), flush=True)
     elif not found["job"]["joined"]:

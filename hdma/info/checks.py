@@ -55,7 +55,6 @@ def host(facts: Facts) -> list[Check]:
         _memfd,
         _tcp,
         _rdma,
-        _gpus,
     )
     return [check for maker in makers for check in maker(facts)]
 
@@ -203,13 +202,3 @@ def _rdma(facts: Facts) -> list[Check]:
     library = "libibverbs found" if verbs["library"] else "no libibverbs"
     devices = f"devices {', '.join(verbs['devices'])}" if verbs["devices"] else "no devices"
     return [Check("rdma", "ok", f"{library}, {devices}; this version does not use them yet: between nodes is TCP")]
-
-
-def _gpus(facts: Facts) -> list[Check]:
-    found = [
-        f"{device['name']}: {device['library'] or 'no driver library'}, {len(device['devices'])} device files"
-        for device in facts.devices
-        if device["name"] != "host" and (device["library"] or device["devices"])
-    ]
-    evidence = "; ".join(found) or "no NVIDIA or AMD driver"
-    return [Check("gpus", "ok", f"{evidence}; this version does not use them yet: tensors are in host memory")]

@@ -31,13 +31,13 @@ def wires() -> list[dict[str, Any]]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Where tensors may be: the driver's library and the device files found."""
+    """Where tensors may be: the driver's library and the device files found. What the drivers say: gpus.py."""
     nvidia = [f"/dev/{name}" for name in _names("/dev") if name.removeprefix("nvidia").isdecimal()]
     amd = [path for path in ("/dev/kfd",) if os.path.exists(path)]
     return [
         {"name": "host", "used": True, "library": None, "devices": []},
         {"name": "cuda", "used": False, "library": _library("libcuda.so.1"), "devices": nvidia},
-        {"name": "hip", "used": False, "library": _library("libamdhip64.so"), "devices": amd},
+        {"name": "hip", "used": False, "library": _hip_library(), "devices": amd},
     ]
 
 
@@ -73,6 +73,18 @@ def _library(name: str) -> str | None:
     except OSError:
         return None
     return name
+
+
+def _hip_library() -> str | None:
+    """By the names that the core tries; else that of torch or of ROCm's wheels, which programs that load them use."""
+    names = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
+    brought = (
+        str(Path(entry, folder, name))
+        for entry in sys.path
+        for folder in ("torch/lib", "_rocm_sdk_core/lib")
+        for name in names
+    )
+    return next(filter(None, map(_library, names)), None) or next(filter(os.path.isfile, brought), None)
 
 
 def _names(folder: str) -> list[str]:

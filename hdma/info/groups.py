@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hdma import _core, env
-from hdma.communicator import DEFAULT_CHUNK_NBYTES, SLOTS
+from hdma import _core, env, gpu
+from hdma.communicator import DEFAULT_CHUNK_NBYTES, DEFAULT_WINDOW_NBYTES, SLOTS
 from hdma.layout import Layout
 from hdma.plan import PROXY_LANES
 from hdma.topology import Topology
@@ -21,12 +21,20 @@ def group(nodes: int, ranks_per_node: int) -> dict[str, Any]:
     """What one communicator of this grid takes. Raises `UsageError` where HDMA_WINDOW_BYTES is too small for it.
 
     `window_nbytes` and `flags_nbytes` of a rank, both taken once however often the communicator is used, the window at
-    its first collective; `node_nbytes` of all ranks of a node; `descriptors` of a rank.
+    its first collective; `node_nbytes` of all ranks of a node; `descriptors` of a rank. With its first call on a GPU it
+    takes, of each rank, `gpu_window_nbytes` there and has `pinned_nbytes` of host memory pinned: the flags of the node
+    and, between nodes, what travels.
     """
     topology = Topology(nodes, ranks_per_node)
     chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
-    layout = Layout.for_window(topology, SLOTS, env.WINDOW_NBYTES.read(), chunk_nbytes)
+    layout = Layout.for_window(topology, SLOTS, env.WINDOW_NBYTES.read() or DEFAULT_WINDOW_NBYTES, chunk_nbytes)
     flags_nbytes = _core.flags_nbytes(layout.flag_count)
+    on_gpu = Layout.for_window(
+        topology,
+        gpu.SLOTS,
+        env.WINDOW_NBYTES.read() or gpu.DEFAULT_WINDOW_NBYTES,
+        env.CHUNK_NBYTES.read() or gpu.DEFAULT_CHUNK_NBYTES,
+    )
     return {
         "nodes": nodes,
         "ranks_per_node": ranks_per_node,
@@ -35,6 +43,8 @@ def group(nodes: int, ranks_per_node: int) -> dict[str, Any]:
         "flags_nbytes": flags_nbytes,
         "node_nbytes": ranks_per_node * (layout.window_nbytes + flags_nbytes),
         "descriptors": descriptors(nodes, ranks_per_node),
+        "gpu_window_nbytes": on_gpu.window_nbytes,
+        "pinned_nbytes": ranks_per_node * flags_nbytes + (on_gpu.window_nbytes if nodes > 1 else 0),
     }
 
 

@@ -6,31 +6,38 @@ import os
 from typing import Any
 
 from hdma.errors import Error, UsageError
-from hdma.info import checks, found, groups, host, job, launchers, settings
+from hdma.info import checks, found, gpus, groups, host, job, launchers, settings
 from hdma.info.checks import Check
 
 VERDICTS = ("ok", "warn", "fail")
 
 
-def make() -> dict[str, Any]:
-    """Looks at this host and, with the others, at the job. Bounded in time; `verdict` is that of the worst check."""
+def make(tries: bool = False) -> dict[str, Any]:
+    """Looks at this host and, with the others, at the job. Bounded in time; `verdict` is that of the worst check.
+
+    `tries`: GPUs are used, too.
+    """
     machine, limits = host.machine(), host.limits()
     # As the shell has them: joining sets a time-out.
     variables = settings.table()
+    versions = host.versions()
     me = job.join()
-    wires, devices = found.wires(), found.devices()
+    wires, devices = found.wires(), gpus.look(found.devices(), tries)
     library = found.mpi4py_library()
     # Only the mpirun that starts ranks matters, and one did already.
     mpirun = found.mpirun() if me.size == 1 else None
     ranks: list[dict[str, Any]] = []
     rows: list[Check] = []
     try:
-        everyone = job.gather(me, {"host": machine["name"], "cpus": sorted(os.sched_getaffinity(0))})
+        addresses = [gpu["pci"] for device in devices for gpu in device.get("gpus", [])]
+        my_cpus = sorted(os.sched_getaffinity(0))
+        everyone = job.gather(me, {"host": machine["name"], "cpus": my_cpus, "gpus": addresses})
         here = [rank for rank in everyone if rank["host"] == machine["name"]]
         cpus = len({cpu for rank in here for cpu in rank["cpus"]})
         # Alone, for the smallest job.
         facts = checks.Facts(machine, limits, wires, devices, me.topology, len(here) if me.comm else 2, cpus)
-        rows = checks.host(facts)
+        own_gpus = len({address for rank in here for address in rank["gpus"]})
+        rows = checks.host(facts) + gpus.checks(facts, own_gpus if me.comm else None, versions["torch"])
         mine = {"host": machine["name"], "pid": os.getpid(), "checks": [check.row() for check in rows]}
         ranks = job.gather(me, mine)
         if me.comm:
@@ -41,7 +48,7 @@ def make() -> dict[str, Any]:
     own = [_job(me)] + ([] if me.size > 1 else launchers.checks(mpirun, library, machine["cores"]))
     all_checks = _merged([check.row() for check in own], me.rank, ranks)
     return {
-        "versions": host.versions(),
+        "versions": versions,
         "mpi": library,
         "machine": machine,
         "limits": limits,

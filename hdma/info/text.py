@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def report(found: dict[str, Any]) -> str:
                 _used("wires", found["wires"]) + "; " + _used("devices", found["devices"]),
             ]
         ),
+        *(_gpus(row) for row in found["devices"] if row.get("gpus")),
         _job(found["job"]),
         _groups(found["groups"]),
         "\n".join(check(row) for row in found["checks"]),
@@ -71,7 +73,23 @@ def _shown(value: Any) -> str:
 def _used(title: str, rows: Sequence[dict[str, Any]]) -> str:
     used = [row["name"] for row in rows if row["used"]]
     idle = [row["name"] for row in rows if not row["used"] and (row["library"] or row["devices"])]
-    return f"{title}: {', '.join(used)}" + (f" (found, not used yet: {', '.join(idle)})" if idle else "")
+    return f"{title}: {', '.join(used)}" + (f" (found, not used: {', '.join(idle)})" if idle else "")
+
+
+def _gpus(row: dict[str, Any]) -> str:
+    """A line a GPU, with those that it reaches and, of AMD's, by what links."""
+    cells = [("GPU", "name", "PCI address", "architecture", "reaches", "links")]
+    for number, gpu in enumerate(row["gpus"]):
+        reached = (
+            [str(other) for other, can in enumerate(row["reaches"][number]) if can and other != number]
+            if row["reaches"]
+            else []
+        )
+        counts = Counter(link["type"] for link in row["links"][number] if link) if row["links"] else Counter()
+        links = ", ".join(f"{count} {name}" for name, count in counts.items())
+        cells.append((str(number), gpu["name"], gpu["pci"], gpu["arch"] or "unknown", " ".join(reached) or "-", links))
+    shown = cells if row["links"] else [cell[:5] for cell in cells]
+    return f"{row['name']}: {_count(len(row['gpus']), 'GPU')}\n{_columns(shown)}"
 
 
 def _job(job: dict[str, Any]) -> str:
@@ -97,13 +115,15 @@ def _count(number: int, name: str) -> str:
 
 
 def _groups(rows: Sequence[dict[str, Any]]) -> str:
-    cells: list[tuple[str, ...]] = [("nodes x ranks", "slot", "window", "flags", "a node in all", "descriptors")]
+    titles = ("nodes x ranks", "slot", "window", "flags", "a node in all", "descriptors", "window on a GPU")
+    cells: list[tuple[str, ...]] = [titles]
     for row in rows:
         sizes = [f"{row[key] / 1024:.0f} KiB" for key in ("slot_nbytes", "window_nbytes", "flags_nbytes")]
         node = f"{row['node_nbytes'] / 2**20:.1f} MiB"
         grid = f"{row['nodes']}x{row['ranks_per_node']}"
-        cells.append((grid, *sizes, node, str(row["descriptors"])))
-    title = "One communicator takes of each rank (the window at its first collective):"
+        on_gpu = f"{row['gpu_window_nbytes'] / 2**20:.0f} MiB"
+        cells.append((grid, *sizes, node, str(row["descriptors"]), on_gpu))
+    title = "One communicator takes of each rank (a window at its first collective in host memory, or on a GPU):"
     return f"{title}\n{_columns(cells)}" if rows else ""
 
 
