@@ -28,23 +28,19 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 # For tests.
 
 
-def build(folder: Path = BUILD, kernels: Path = KERNELS) -> Path:
+def build(folder: Path = BUILD) -> Path:
     """Compiles libcuda.so.1 and libamdhip64.so into the folder, unless they are there and newer than their sources."""
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     libraries = {"libcuda.so.1": "cuda", "libamdhip64.so": "hip"}
-    sources = [Path(__file__), *(HERE / "stub").iterdir(), *([kernels] if kernels.exists() else [])]
+    sources = [Path(__file__), *(HERE / "stub").iterdir(), KERNELS]
     newest = max(source.stat().st_mtime for source in sources)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Several test processes may share the folder.
         if all((folder / name).exists() and (folder / name).stat().st_mtime > newest for name in libraries):
             return folder
-        defines = [f'-DHDMA_KERNEL_SOURCE="{kernels}"'] if kernels.exists() else []
         objects = {name: folder / f"{name}.o" for name in ("driver", "kernels", "cuda", "hip")}
-        _compile(
-            ["g++", *FLAGS, *(defines if name == "kernels" else []), "-c", HERE / "stub" / f"{name}.cc", "-o", out]
-            for name, out in objects.items()
-        )
+        _compile(["g++", *FLAGS, "-c", HERE / "stub" / f"{name}.cc", "-o", out] for name, out in objects.items())
         for library, names in libraries.items():
             parts = [objects["driver"], objects["kernels"], objects[names]]
             _compile([["g++", "-shared", f"-Wl,-soname,{library}", "-pthread", *parts, "-ldl", "-o", folder / "new"]])

@@ -1,4 +1,4 @@
-// kernels: see kernels.h. The source of the GPU's kernels (csrc/kernels/reduce_gpu.cu, HDMA_KERNEL_SOURCE) is compiled
+// kernels: see kernels.h. The source of the GPU's kernels (csrc/kernels/reduce_gpu.cu) is compiled
 // here for the CPU; each thread of a small grid runs by itself, one after the other.
 //
 // Protocol: a kernel is found by its exported name.
@@ -7,7 +7,6 @@
 //
 // Ordering: see kernels.h.
 #include "kernels.h"
-
 
 #include <dlfcn.h>
 
@@ -32,28 +31,8 @@ thread_local Indices indices;
 #define BLOCK_SIZE indices.block_size
 #define GRID_SIZE indices.grid_size
 
-#ifdef HDMA_KERNEL_SOURCE
-#include HDMA_KERNEL_SOURCE
+#include "../../csrc/kernels/reduce_gpu.cu"
 static_assert(sizeof(ReduceArguments) == sizeof(stub::ReduceArguments));
-#else
-// Sums and a copy only, to test the stub without that source.
-using stub::ReduceArguments;
-
-template <class T>
-void sum(const ReduceArguments &a) {
-    for (long long i = BLOCK_INDEX * BLOCK_SIZE + THREAD_INDEX; i < a.element_count; i += BLOCK_SIZE * GRID_SIZE) {
-        T total = static_cast<const T *>(a.srcs[0])[i];
-        for (unsigned s = 1; s < a.source_count; ++s) total += static_cast<const T *>(a.srcs[s])[i];
-        static_cast<T *>(a.dst)[i] = total;
-    }
-}
-extern "C" __global__ void hdma_reduce_float32_float32(ReduceArguments a) { sum<float>(a); }
-extern "C" __global__ void hdma_reduce_int32_int32(ReduceArguments a) { sum<unsigned>(a); }
-extern "C" __global__ void hdma_copy(ReduceArguments a) {
-    for (long long i = BLOCK_INDEX * BLOCK_SIZE + THREAD_INDEX; i < a.element_count; i += BLOCK_SIZE * GRID_SIZE)
-        static_cast<char *>(a.dst)[i] = static_cast<const char *>(a.srcs[0])[i];
-}
-#endif
 
 namespace stub {
 
