@@ -13,6 +13,7 @@ import numpy as np
 import hdma
 
 how = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell has its background jobs ignore it.
 comm = hdma.init()
 comm.barrier()
 if comm.rank == 0:
