@@ -117,6 +117,7 @@ def test_collectives_runs(tmp_path):
     assert all(row["repeats"] > 1 for row in rows if row["backend"] == "hdma")
 
 
+@pytest.mark.long
 def test_all_collectives_over_two_nodes():
     """Every collective, type and operation that a backend has; those that it lacks are named, not failed."""
     args = ["--collectives", "all", "-o", "all", "-d", "uint8,half", "-b", "3000", "-e", "3000", "-n", "1", "-w", "0"]

@@ -159,6 +159,7 @@ def test_calls_from_signal_handlers(tmp_path: Path) -> None:
     run_grid("handlers.py", (1, 2), tmp_path, HDMA_TIMEOUT_S=20)
 
 
+@pytest.mark.long
 def test_thousands_of_calls_and_a_thousand_groups(tmp_path: Path) -> None:
     run_grid("leaks.py", (1, 2), tmp_path, "2000", "1000")
 

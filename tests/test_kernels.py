@@ -237,6 +237,7 @@ def test_cuda(nvrtc: kernels.Compiler) -> None:
         assert int(registers) <= 128, name
 
 
+@pytest.mark.long
 def test_cuda_that_the_compiler_does_not_know(nvrtc: kernels.Compiler, tmp_path: Path, monkeypatch: Any) -> None:
     """PTX for the driver, in which the loads can be read: 16 bytes each, from the GPU's memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
