@@ -53,8 +53,8 @@ def test_folder(tmp_path):
 
 def test_folder_missing(tmp_path):
     (tmp_path / "r").mkdir()
-    ranks(4, [MEET, tmp_path / "r", "1.5"], environment(HDMA_RENDEZVOUS=tmp_path / "meet"), absent=[0, 2])
-    check_named(tmp_path / "r", [1, 3], "ranks 0, 2 are missing", 1.5)
+    ranks(4, [MEET, tmp_path / "r", "4"], environment(HDMA_RENDEZVOUS=tmp_path / "meet"), absent=[0, 2])
+    check_named(tmp_path / "r", [1, 3], "ranks 0, 2 are missing", 4)
     assert os.listdir(tmp_path / "meet") == []
 
 

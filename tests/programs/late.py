@@ -23,5 +23,6 @@ except hdma.TimeoutError as error:
     assert isinstance(error, TimeoutError)
     assert "waited 1 s in call 2, all_gather(float32, 4 bytes a shard)" in str(error), error
     assert "HDMA_TIMEOUT_S" in str(error), error
-    assert "was last in call 1, barrier()" in str(error), error
+    # Whose time is over first tells all: of a rank of another node and rail it has heard nothing.
+    assert "was last in call 1, barrier()" in str(error) or "rank 1 was not heard of" in str(error), error
     assert took_s < 2.0 or comm.rank == absent, took_s
