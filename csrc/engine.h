@@ -9,7 +9,7 @@
 //     on the host:
 //         caller --run--------------------> walk (near, rail)
 //         caller --submit--> worker ------> walk             + proxy (put, credit) for each run
-//     on a GPU whose streams hold waits, the walk only fills streams and is done at once:
+//     on a GPU whose streams hold waits, the walk only fills streams and is done at once, until they are full:
 //         caller --submit, push-----------> walk             + proxy
 //     on any other GPU every call goes by the worker, which polls the waits and then fills the streams; it calls the
 //     driver for that, and never waits inside it.

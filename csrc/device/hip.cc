@@ -37,6 +37,8 @@ constexpr int kDeviceOrdinal = 9;
 constexpr int kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3, kDefault = 4, kNoCu = 1024;
 // Flags on their way on one stream before it is looked whether the oldest are through.
 constexpr size_t kFlags = 2048;
+// No stream waits here, so what is on one is over soon.
+constexpr int64_t kStuckNs = 60 * 1000 * 1000 * 1000ll;
 
 struct Functions {
     Result (*init)(unsigned), (*device_count)(int *), (*set_device)(int), (*get_device)(int *);
@@ -307,7 +309,9 @@ class Hip final : public Runtime {
         }
         size_t at = flags.next, half = at / kFlags;
         if (at % kFlags == 0 && flags.used[half])
-            while (!passed(flags.passed[half])) std::this_thread::yield();
+            for (int64_t until = now_ns() + kStuckNs; !passed(flags.passed[half]); std::this_thread::yield())
+                if (now_ns() > until)
+                    throw Error(Kind::Device, "flags that were put on a stream were not raised within 60 s: the GPU hangs");
         flags.host[at] = op.value;
         check(f_.copy(flags.device + at, flags.host + at, sizeof(uint32_t), kHostToDevice, stream), "hipMemcpyAsync(a flag)");
         check(f_.copy(op.word, flags.device + at, sizeof(uint32_t), kDeviceToHost, stream), "hipMemcpyAsync(a flag)");

@@ -22,7 +22,7 @@ _streams: list[Any] = [None]  # of the stub: the current one is the last
 
 
 def start(rank: int | None = None) -> None:
-    """Once, before hdma.init(): the GPU of this rank, of GPUS_PER_NODE or all that there are."""
+    """Once, before hdma.init(): the GPU of this rank, of TEST_GPUS or all that there are."""
     global torch, stub
     number = int(os.environ["RANK"]) if rank is None else rank
     if PLACE == "torch":
