@@ -7,6 +7,7 @@
 //
 // Ordering: see engine.h.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -216,13 +217,16 @@ void make_gpu(GpuHandle *self, const std::string &runtime, int ordinal, const nb
     new (self) GpuHandle{std::make_shared<GpuMemory>(std::move(card), rank, size)};
 }
 
+// hdma/nics.py: device, port, GID index, MTU in bytes, service level, traffic class, time-out exponent, retries.
+using NicRow = std::tuple<std::string, int, int, uint32_t, uint8_t, uint8_t, uint8_t, uint8_t>;
+
 EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
                           double timeout_s, const std::string &limit, double spin_s,
                           std::vector<std::string> flag_names,
                           const std::vector<std::tuple<int, int, int, int, int>> &peers,
                           const std::vector<std::tuple<int, int, std::string>> &control,
-                          const std::vector<std::tuple<int, int, int>> &tcp, const EngineHandle *first,
-                          const GpuHandle *gpu) {
+                          const std::vector<std::tuple<int, int, int>> &links, const std::optional<NicRow> &nic,
+                          const EngineHandle *first, const GpuHandle *gpu) {
     Engine::Config config;
     config.rank = rank;
     config.size = size;
@@ -237,10 +241,14 @@ EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_cou
     for (auto [peer, flags_fd, window_fd, doorbell_fd, pid] : peers)
         config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd), pid});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
-    for (auto [peer, lane, fd] : tcp) config.tcp.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
+    for (auto [peer, lane, fd] : links) config.links.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
+    if (nic) {
+        const auto &[device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries] = *nic;
+        config.nic = NicChoice{device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries};
+    }
     if (first) config.ties = (*first)->ties();
     if (gpu)
-        config.make_device = [memory = gpu->memory, rank, wire_nbytes = tcp.empty() ? 0 : window_nbytes](
+        config.make_device = [memory = gpu->memory, rank, wire_nbytes = links.empty() ? 0 : window_nbytes](
                                  std::vector<WindowPart> parts, std::shared_ptr<Shared> shared, Fault &fault) {
             auto own = std::find_if(parts.begin(), parts.end(), [&](const WindowPart &part) { return part.rank == rank; });
             return memory->device(std::move(own->memory), wire_nbytes, std::move(shared), fault);
@@ -387,8 +395,8 @@ NB_MODULE(_core, m) {
     nb::class_<EngineHandle>(m, "Engine")
         .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
              nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("limit"), nb::arg("spin_s"),
-             nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("tcp"), nb::arg("first").none() = nb::none(),
-             nb::arg("gpu").none() = nb::none())
+             nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("links"), nb::arg("nic").none() = nb::none(),
+             nb::arg("first").none() = nb::none(), nb::arg("gpu").none() = nb::none())
         .def("run",
              [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output, uintptr_t stream) {
                  Call call = make_call(request, input, output, stream);

@@ -54,10 +54,11 @@ Engine::Engine(Config config)
         shared_->raise(shared_->board(rank).window_ready, 1);
         windows_open_ = true;
     }
-    if (!config_.tcp.empty()) {
-        char *window = device_->wire_window();
-        proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, window, device_->streams(), *shared_, *ties_->calls, fault);
-        proxy_->start(tcp_wire(std::move(config_.tcp), window, config_.window_nbytes, config_.flag_count, *proxy_));
+    if (!config_.links.empty()) {
+        Landing landing{device_->wire_window(), config_.window_nbytes, static_cast<uint32_t>(config_.flag_count)};
+        proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, landing.window, device_->streams(), *shared_, *ties_->calls, fault);
+        proxy_->start(config_.nic ? verbs_wire(*config_.nic, rank, std::move(config_.links), landing, *proxy_)
+                                  : tcp_wire(std::move(config_.links), landing, *proxy_));
     }
     ties_->calls->add(shared_);  // Last, so that an engine that cannot be made leaves nothing there.
     if (first_) ties_->control->start();

@@ -72,7 +72,8 @@ class Engine {
         std::function<bool()> interrupted;  // whether the user wants to stop; asked now and then by run()
         std::vector<Peer> peers;
         std::vector<Control::Part> control;
-        std::vector<TcpPart> tcp;
+        std::vector<LinkPart> links;    // to rail peers
+        std::optional<NicChoice> nic;  // none: TCP
         std::shared_ptr<Ties> ties;  // of the communicator's first engine; null: this is the first
         // Null: the host.
         std::function<std::unique_ptr<Device>(std::vector<WindowPart>, std::shared_ptr<Shared>, Fault &)> make_device;

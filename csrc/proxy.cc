@@ -63,6 +63,7 @@ void Proxy::close() {
 
 void Proxy::forget() {
     thread_.forget();
+    if (wire_) wire_->forget();
     wire_.reset();
 }
 
@@ -181,8 +182,8 @@ void Proxy::report_losses() {
             continue;
         }
         if (!departed)
-            fault_.raise(Kind::Wire, format("rank %d lost its TCP connection to rank %d (%s), which is still alive", rank_,
-                                            loss.peer, loss.reason.c_str()));
+            fault_.raise(Kind::Wire, format("rank %d lost rank %d, which is still alive: %s", rank_, loss.peer,
+                                            loss.reason.c_str()));
         losses_.erase(losses_.begin() + i);
     }
 }

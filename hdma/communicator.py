@@ -143,7 +143,7 @@ class Communicator:
             flag_names=flag_names,
             peers=[(rank, *fds, pids.get(rank, 0)) for rank, fds in peers.memory.items()],
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
-            tcp=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
+            links=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
         )
         try:
             # All or none: who is through knows that nobody fails any more before the first call.

@@ -82,7 +82,7 @@ class GpuSide:
                 flag_names=layout.flag_names(rank),
                 peers=memory,
                 control=[],
-                tcp=lanes,
+                links=lanes,
                 first=first,
                 gpu=self._memory,
             )

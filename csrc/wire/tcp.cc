@@ -56,8 +56,8 @@ struct Connection {
 
 class Tcp final : public Wire {
   public:
-    Tcp(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes, uint32_t flag_count, Sink &sink)
-        : window_(window), window_nbytes_(window_nbytes), flag_count_(flag_count), sink_(sink), connections_(parts.size()) {
+    Tcp(std::vector<LinkPart> parts, const Landing &landing, Sink &sink)
+        : landing_(landing), sink_(sink), connections_(parts.size()) {
         for (size_t i = 0; i < parts.size(); ++i) {
             connections_[i].peer = parts[i].peer;
             connections_[i].lane = parts[i].lane;
@@ -139,7 +139,7 @@ class Tcp final : public Wire {
         for (const Put &put : c.queue)
             if (put.local_flag >= 0) sink_.sent(put.local_flag, put.local_value);
         c.queue.clear();
-        sink_.lost(c.peer, reason);
+        sink_.lost(c.peer, format("its TCP connection ended: %s", reason.c_str()));
     }
 
     void start(Connection &c) {
@@ -186,7 +186,7 @@ class Tcp final : public Wire {
         while (!c.lost) {
             bool header = c.in_done < sizeof(Header);
             char *to = header ? reinterpret_cast<char *>(&c.in) + c.in_done
-                              : window_ + c.in.offset + (c.in_done - sizeof(Header));
+                              : landing_.window + c.in.offset + (c.in_done - sizeof(Header));
             size_t want = header ? sizeof(Header) - c.in_done : sizeof(Header) + c.in.nbytes - c.in_done;
             ssize_t n = recv(c.fd.get(), to, want, MSG_DONTWAIT);
             if (n < 0 && errno == EINTR) continue;
@@ -204,8 +204,8 @@ class Tcp final : public Wire {
 
     bool valid(Connection &c) {
         const Header &h = c.in;
-        if (h.magic != kMagic || h.flag >= flag_count_ || h.nbytes > window_nbytes_ ||
-            h.offset > window_nbytes_ - h.nbytes) {
+        if (h.magic != kMagic || h.flag >= landing_.flag_count || h.nbytes > landing_.window_nbytes ||
+            h.offset > landing_.window_nbytes - h.nbytes) {
             sink_.garbled(c.peer, format("a message with magic %08x, flag %u, %llu bytes at %llu", h.magic, h.flag,
                                          static_cast<unsigned long long>(h.nbytes),
                                          static_cast<unsigned long long>(h.offset)));
@@ -216,9 +216,7 @@ class Tcp final : public Wire {
         return true;
     }
 
-    char *window_;
-    uint64_t window_nbytes_;
-    uint32_t flag_count_;
+    Landing landing_;
     Sink &sink_;
     std::vector<Connection> connections_;
     Fd epoll_;
@@ -226,9 +224,8 @@ class Tcp final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> tcp_wire(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes,
-                               uint32_t flag_count, Wire::Sink &sink) {
-    return std::make_unique<Tcp>(std::move(parts), window, window_nbytes, flag_count, sink);
+std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, const Landing &landing, Wire::Sink &sink) {
+    return std::make_unique<Tcp>(std::move(parts), landing, sink);
 }
 
 }  // namespace hdma

@@ -42,7 +42,7 @@ class Wire {
         virtual void announced(int peer, const Fingerprint &fingerprint) = 0;
         virtual void arrived(uint32_t flag, uint32_t value) = 0;
         virtual void sent(uint32_t local_flag, uint32_t value) = 0;
-        // The connection is gone; `reason` in the system's words. Not yet an error: the peer may have closed.
+        // The connection is gone; `reason` says which and why. Not yet an error: the peer may have closed.
         virtual void lost(int peer, const std::string &reason) = 0;
         // Bytes that no peer of ours would send.
         virtual void garbled(int peer, const std::string &what) = 0;
@@ -57,18 +57,40 @@ class Wire {
     virtual int fd() const = 0;
     // Everything posted has left this machine's buffers.
     virtual bool drained() = 0;
-    // As the network counts them, headers included.
+    // Payload and headers.
     virtual uint64_t sent_nbytes() = 0;
+    // In a forked child, before the destructor: what the network holds is the parent's.
+    virtual void forget() {}
 };
 
-struct TcpPart {
+struct LinkPart {
     int peer;
     Lane lane;
     Fd fd;  // a connected socket that has passed the handshake
 };
 
-// TCP between rail peers (tcp.cc). `window` is this rank's, `flag_count` how many flags it has.
-std::unique_ptr<Wire> tcp_wire(std::vector<TcpPart> parts, char *window, uint64_t window_nbytes,
-                               uint32_t flag_count, Wire::Sink &sink);
+// This rank's window, which peers write, and how many flags the rank has.
+struct Landing {
+    char *window;
+    uint64_t window_nbytes;
+    uint32_t flag_count;
+};
+
+// TCP between rail peers (tcp.cc).
+std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, const Landing &landing, Wire::Sink &sink);
+
+// Which RDMA device, and how its queue pairs are set up (hdma/nics.py, hdma/env.py).
+struct NicChoice {
+    std::string device;
+    int port, gid_index;
+    uint32_t mtu_nbytes;  // 0: the port's
+    uint8_t service_level, traffic_class;
+    uint8_t timeout, retries;  // of a queue pair: retries of 4.096 us x 2^timeout each
+};
+
+// RDMA writes between rail peers (verbs.cc); the sockets only carry the addresses of queue pairs. Throws Error(Wire)
+// where the device cannot be used.
+std::unique_ptr<Wire> verbs_wire(const NicChoice &choice, int rank, std::vector<LinkPart> parts, const Landing &landing,
+                                 Wire::Sink &sink);
 
 }  // namespace hdma
