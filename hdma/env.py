@@ -85,11 +85,22 @@ def _chunk_nbytes(text: str) -> int:
     return value
 
 
-def _one_of(*words: str, refused: dict[str, str] | None = None) -> Callable[[str], str]:
+def _nic(text: str) -> str:
+    names = [name.strip() for name in text.removeprefix("^").split(",")]
+    if not all(re.fullmatch(r"[\w.-]+(:[1-9]\d*)?", name) for name in names):
+        raise ValueError("it must be names by commas, such as mlx5_0,mlx5_1:1, or such names after a single ^")
+    return ("^" if text.startswith("^") else "") + ",".join(names)
+
+
+def _mtu_nbytes(text: str) -> int:
+    if text not in ("0", "256", "512", "1024", "2048", "4096"):
+        raise ValueError("it must be 0, 256, 512, 1024, 2048 or 4096 bytes")
+    return int(text)
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         word = text.lower()
-        if refused and word in refused:
-            raise ValueError(f"{refused[word]}; use one of {', '.join(words)}")
         if word not in words:
             raise ValueError(f"it must be one of {', '.join(words)}")
         return word
@@ -109,9 +120,9 @@ RANKS_PER_NODE: Variable[int | None] = Variable(
 )
 WIRE = Variable(
     "HDMA_WIRE",
-    _one_of("auto", "tcp", refused={"verbs": "this version has no RDMA wire"}),
+    _one_of("auto", "verbs", "tcp"),
     "auto",
-    "the network between nodes: auto or tcp",
+    "the network between nodes: verbs (RDMA), tcp, or auto: RDMA where there are devices for it",
     True,
 )
 DEVICE = Variable(
@@ -162,6 +173,40 @@ AMD_FLAG = Variable(
     "how a stream raises a flag on AMD GPUs: auto (copy), copy or write (see csrc/device/hip.cc)",
     False,
 )
+NIC: Variable[str | None] = Variable(
+    "HDMA_NIC",
+    _nic,
+    None,
+    "the RDMA devices that this rank may use, device or device:port by commas; after ^, those that it may not "
+    "(unset: the nearest one)",
+    False,
+)
+GID_INDEX: Variable[int | None] = Variable(
+    "HDMA_GID_INDEX",
+    _number(0, "entries", high=65535),
+    None,
+    "the entry of the RDMA port's GID table (unset: the first RoCE v2 entry, of IPv4 if there is one; 0 on InfiniBand)",
+    False,
+)
+MTU_NBYTES: Variable[int] = Variable(
+    "HDMA_MTU", _mtu_nbytes, 0, "the bytes of an RDMA packet's data (0: as many as both ports allow)", True
+)
+SERVICE_LEVEL: Variable[int] = Variable(
+    "HDMA_SERVICE_LEVEL", _number(0, "service levels", high=15), 0, "the InfiniBand service level of RDMA packets", True
+)
+TRAFFIC_CLASS: Variable[int] = Variable(
+    "HDMA_TRAFFIC_CLASS", _number(0, "classes", high=255), 0, "the traffic class (RoCE: IP TOS) of RDMA packets", True
+)
+QP_TIMEOUT: Variable[int] = Variable(
+    "HDMA_QP_TIMEOUT",
+    _number(0, "powers of two", high=31),
+    0,
+    "the exponent t of an RDMA queue pair's time-out of 4.096 us x 2^t a try (0: chosen from HDMA_TIMEOUT_S)",
+    False,
+)
+QP_RETRIES: Variable[int] = Variable(
+    "HDMA_QP_RETRIES", _number(0, "tries", high=7), 7, "how often an RDMA queue pair sends again, unanswered", False
+)
 RENDEZVOUS: Variable[Path | None] = Variable(
     "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False
 )
@@ -178,6 +223,13 @@ TABLE: tuple[Variable[Any], ...] = (
     STREAM_PRIORITY,
     AMD_COPY,
     AMD_FLAG,
+    NIC,
+    GID_INDEX,
+    MTU_NBYTES,
+    SERVICE_LEVEL,
+    TRAFFIC_CLASS,
+    QP_TIMEOUT,
+    QP_RETRIES,
     RENDEZVOUS,
     DEBUG,
 )

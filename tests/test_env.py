@@ -19,6 +19,9 @@ def test_defaults():
     assert env.WIRE.read() == "auto" and env.DEVICE.read() == "auto"
     assert env.TIMEOUT_S.read() == 300.0
     assert env.WINDOW_NBYTES.read() is None and env.CHUNK_NBYTES.read() == 0
+    assert env.NIC.read() is None and env.GID_INDEX.read() is None
+    assert env.MTU_NBYTES.read() == env.SERVICE_LEVEL.read() == env.TRAFFIC_CLASS.read() == env.QP_TIMEOUT.read() == 0
+    assert env.QP_RETRIES.read() == 7
     assert env.RENDEZVOUS.read() is None and env.DEBUG.read() == "WARN"
 
 
@@ -46,6 +49,16 @@ def test_nbytes(monkeypatch, text, nbytes):
         (env.TIMEOUT_S, "inf"),
         (env.WIRE, "carrier pigeon"),
         (env.DEVICE, "tpu"),
+        (env.NIC, "^mlx5_0,^mlx5_1"),
+        (env.NIC, "mlx5_0,"),
+        (env.NIC, "mlx5_0:0"),
+        (env.NIC, "^"),
+        (env.GID_INDEX, "-1"),
+        (env.MTU_NBYTES, "1500"),
+        (env.SERVICE_LEVEL, "16"),
+        (env.TRAFFIC_CLASS, "256"),
+        (env.QP_TIMEOUT, "32"),
+        (env.QP_RETRIES, "8"),
         (env.DEBUG, "LOUD"),
     ],
 )
@@ -59,10 +72,23 @@ def test_refused(monkeypatch, variable, text):
     assert "it must be" in message or "has 4 KiB" in message
 
 
-def test_refused_for_now(monkeypatch):
-    monkeypatch.setenv("HDMA_WIRE", "verbs")
-    with pytest.raises(errors.UsageError, match="this version has no RDMA wire; use one of auto, tcp"):
-        env.WIRE.read()
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        (env.WIRE, "Verbs", "verbs"),
+        (env.NIC, "mlx5_0, mlx5_1:2", "mlx5_0,mlx5_1:2"),
+        (env.NIC, "^rxe0", "^rxe0"),
+        (env.GID_INDEX, "0", 0),
+        (env.MTU_NBYTES, "1024", 1024),
+        (env.SERVICE_LEVEL, "15", 15),
+        (env.TRAFFIC_CLASS, "106", 106),
+        (env.QP_TIMEOUT, "18", 18),
+        (env.QP_RETRIES, "0", 0),
+    ],
+)
+def test_rdma(monkeypatch, variable, text, value):
+    monkeypatch.setenv(variable.name, text)
+    assert variable.read() == value
 
 
 def test_read_at_use(monkeypatch):
@@ -87,7 +113,8 @@ def test_agreed(monkeypatch):
     monkeypatch.setenv("HDMA_RANKS_PER_NODE", "2")
     agreed = env.agreed()
     assert agreed["HDMA_RANKS_PER_NODE"] == "2" and agreed["HDMA_WINDOW_BYTES"] == "None"
-    assert "HDMA_TIMEOUT_S" not in agreed
+    assert {"HDMA_MTU", "HDMA_SERVICE_LEVEL", "HDMA_TRAFFIC_CLASS"} <= {*agreed}
+    assert not {"HDMA_TIMEOUT_S", "HDMA_NIC", "HDMA_GID_INDEX"} & {*agreed}
 
 
 def test_table_is_whole():
