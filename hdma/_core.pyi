@@ -97,7 +97,8 @@ class Engine:
         flag_names: list[str],
         peers: list[tuple[int, int, int, int, int]],
         control: list[tuple[int, int, str]],
-        tcp: list[tuple[int, int, int]],
+        links: list[tuple[int, int, int]],
+        nic: tuple[str, int, int, int, int, int, int, int] | None = None,
         first: Engine | None = None,
         gpu: Gpu | None = None,
     ) -> None: ...

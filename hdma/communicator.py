@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from hdma import _core, connect, env
+from hdma import _core, connect, env, nics
 from hdma.errors import Error, UsageError
 from hdma.gpu import GpuSide
 from hdma.layout import Layout
@@ -113,7 +113,9 @@ class Communicator:
         chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
         agreed = env.agreed() | {"the version of hdma": VERSION}
         settled = None if parent is None else parent.node
-        peers = connect.discover(rendezvous, agreed, env.RANKS_PER_NODE.read(), settled, self._timeout_s)
+        self._card: nics.Card = nics.card() if parent is None else parent._card
+        peers = connect.discover(rendezvous, agreed, env.RANKS_PER_NODE.read(), settled, self._card, self._timeout_s)
+        nic = nics.settings(peers.ports[self.rank], self._timeout_s) if peers.ports else None
         self.topology = peers.topology
         self.node: int = self.topology.node(self.rank)
         self.local_rank = self.topology.local_rank(self.rank)
@@ -144,6 +146,7 @@ class Communicator:
             peers=[(rank, *fds, pids.get(rank, 0)) for rank, fds in peers.memory.items()],
             control=[(rank, fd, peers.names[rank]) for rank, fd in peers.control.items()],
             links=[(rank, lane, fd) for (rank, lane), fd in peers.lanes.items()],
+            nic=nic,
         )
         try:
             # All or none: who is through knows that nobody fails any more before the first call.
@@ -158,11 +161,23 @@ class Communicator:
             env.debug("VERSION", f"version {VERSION}")
             if peers.split:
                 env.debug("WARN", f"{peers.split}, so all nodes were split to {self.topology} (nodes x ranks)")
+            if self.wire == "tcp" and env.WIRE.read() == "auto":
+                # Nodes that one host pretends to have miss nothing.
+                level = "WARN" if peers.host_ranks < self.size else "INFO"
+                env.debug(
+                    level, "no RDMA device: TCP carries what goes between nodes (HDMA_WIRE=tcp says that this is right)"
+                )
         if not spins:
             text = f"{threads} threads on {peers.host_cpus} cores: waits sleep at once instead of spinning first"
             env.debug("INFO", f"{peers.names[self.rank]}: {text}")
         slot = f"{SLOTS} slots of {self._layout.slot_nbytes} bytes a ring"
-        env.debug("INFO", f"{peers.names[self.rank]}: {self.topology} nodes x ranks, {slot}")
+        by = f", RDMA by {peers.ports[self.rank]}" if peers.ports else ""
+        env.debug("INFO", f"{peers.names[self.rank]}: {self.topology} nodes x ranks, {slot}{by}")
+
+    @property
+    def wire(self) -> str:
+        """The network between nodes: "verbs" (RDMA) or "tcp"; empty where there is one node."""
+        return "" if self.nodes == 1 else "verbs" if self._peers.ports else "tcp"
 
     def all_gather(self, out: Any, inp: Any, async_op: bool = False) -> Work | None:
         """out[r * inp.numel() : (r + 1) * inp.numel()] = inp of rank r, for any dtype.

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from hdma import _core
+from hdma import _core, env, nics
 from hdma.errors import DeviceError, Error, TimeoutError, UsageError, WireError
 from hdma.handshake import Switchboard
 from hdma.plan import LANES, PROXY_LANES
@@ -42,19 +42,26 @@ class Peers:
     host_ranks: int
     host_cpus: int  # that the ranks of this host may use together
     split: str = ""  # why nodes are smaller than could be
+    ports: list[nics.Offer] = field(default_factory=list)  # by rank, for RDMA between nodes; empty: TCP
     control: dict[int, int] = field(default_factory=dict)
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)  # (rail peer, lane number)
     memory: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # rank: flags, window, doorbell
 
 
 def discover(
-    rendezvous: Rendezvous, agreed: dict[str, Any], ranks_per_node: int | None, node: int | None, timeout_s: float
+    rendezvous: Rendezvous,
+    agreed: dict[str, Any],
+    ranks_per_node: int | None,
+    node: int | None,
+    card: nics.Card,
+    timeout_s: float,
 ) -> Peers:
-    """Exchanges who is where. `node`: where it is settled already which ranks make a node.
+    """Exchanges who is where. `node`: where it is settled already which ranks make a node. `card`: of `nics.card()`.
 
-    Raises `UsageError` where the ranks' settings (`agreed`) differ, naming both sides.
+    Raises `UsageError` where the ranks' settings (`agreed`) differ, naming both sides, and as `nics.decide()` does.
     """
     hello = {"pid": os.getpid(), "host": socket.gethostname(), "id": _host_id(), "node": node, "agreed": agreed}
+    hello["nic"] = card
     hello["cpus"] = sorted(os.sched_getaffinity(0))
     hellos = _exchange(rendezvous, "hello", hello, timeout_s)
     for rank, other in enumerate(hellos):
@@ -73,7 +80,8 @@ def discover(
             split = f"the nodes have unequal numbers of ranks ({', '.join(map(str, sizes))})"
     else:
         topology = from_hosts([f"{other['node']} of {other['id']}" for other in hellos])
-    return Peers(topology, names, len(mates), len(cpus), split)
+    ports = nics.decide([other["nic"] for other in hellos], topology, names, env.WIRE.read())
+    return Peers(topology, names, len(mates), len(cpus), split, ports)
 
 
 def connect(rendezvous: Rendezvous, peers: Peers, flags_nbytes: int, timeout_s: float) -> None:

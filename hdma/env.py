@@ -183,7 +183,7 @@ NIC: Variable[str | None] = Variable(
 )
 GID_INDEX: Variable[int | None] = Variable(
     "HDMA_GID_INDEX",
-    _number(0, "entries", high=65535),
+    _number(0, "entries", high=255),
     None,
     "the entry of the RDMA port's GID table (unset: the first RoCE v2 entry, of IPv4 if there is one; 0 on InfiniBand)",
     False,

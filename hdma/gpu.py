@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from hdma import _core, connect, env, kernels
+from hdma import _core, connect, env, kernels, nics
 from hdma.connect import Peers
 from hdma.errors import UsageError
 from hdma.layout import Layout
@@ -63,6 +63,7 @@ class GpuSide:
             )
             window = self._memory.allocate(layout.window_nbytes, f"rank {rank} cannot allocate its window")
             self._share(meeting, window, {"runtime": self.runtime})
+            nic = self._nic(meeting, peers) if peers.ports else None
             connect.connect(meeting, again, _core.flags_nbytes(layout.flag_count), timeout_s)
             # The first engine's control links serve all.
             _close(again.control.values())
@@ -83,6 +84,7 @@ class GpuSide:
                 peers=memory,
                 control=[],
                 links=lanes,
+                nic=nic,
                 first=first,
                 gpu=self._memory,
             )
@@ -100,6 +102,13 @@ class GpuSide:
         polls = f", its waits polled by a thread ({self._memory.polls})" if self._memory.polls else ""
         slot = f"{SLOTS} slots of {layout.slot_nbytes} bytes a ring"
         env.debug("INFO", f"{peers.names[rank]}: GPU {index} ({self._memory.pci}): {slot}{polls}")
+
+    def _nic(self, meeting: Rendezvous, peers: Peers) -> nics.Settings:
+        """The port for what is on this GPU: the nearest to it, not the one for host memory."""
+        card = json.dumps(nics.card(self._memory.pci)).encode()
+        cards = [json.loads(each) for each in meeting.exchange("nic", card, self._timeout_s)]
+        ports = nics.decide(cards, self._topology, peers.names, env.WIRE.read())
+        return nics.settings(ports[self._rank], self._timeout_s)
 
     def symmetric(self, buffer: _core.Buffer, in_place: bool) -> tuple[int, int, bool] | None:
         """Number and offset of the symmetric memory that holds the buffer, with what it is to the call."""

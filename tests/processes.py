@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# How much longer things may take here than elsewhere; the VM with RDMA devices (tests/rdma) says 20.
+SLOWDOWN = float(os.environ.get("TEST_SLOWDOWN", "1"))
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_COMM_", "PMI", "SLURM_", "HDMA_")
 
 
@@ -48,7 +50,7 @@ def run(args: Sequence[str | Path], env: Mapping[str, str], timeout_s: float = 6
 
 
 def run_all(commands: Iterable[tuple[Sequence[str | Path], Mapping[str, str]]], timeout_s: float) -> list[Finished]:
-    """Runs commands side by side to their ends."""
+    """Runs commands side by side to their ends; `timeout_s` is for a machine of usual speed."""
     started = [
         subprocess.Popen(
             [str(arg) for arg in args],
@@ -61,7 +63,7 @@ def run_all(commands: Iterable[tuple[Sequence[str | Path], Mapping[str, str]]], 
         for args, env in commands
     ]
     try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in started]
+        outputs = [process.communicate(timeout=timeout_s * SLOWDOWN)[0] for process in started]
     finally:
         for process in started:
             if process.poll() is None:
@@ -76,11 +78,12 @@ def ranks(
     env: Mapping[str, str],
     absent: Sequence[int] = (),
     timeout_s: float = 60.0,
+    own: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> list[Finished]:
-    """`size` Python processes with RANK and WORLD_SIZE, without those of `absent`."""
+    """`size` Python processes with RANK, WORLD_SIZE and what a rank has of its `own`, without those of `absent`."""
     present = [rank for rank in range(size) if rank not in absent]
-    commands = [([sys.executable, *args], {**env, "RANK": str(r), "WORLD_SIZE": str(size)}) for r in present]
-    return run_all(commands, timeout_s)
+    envs = [{**env, "RANK": str(rank), "WORLD_SIZE": str(size), **own(rank)} for rank in present]
+    return run_all([([sys.executable, *args], each) for each in envs], timeout_s)
 
 
 def mpirun(size: int, args: Sequence[str | Path], env: Mapping[str, str], timeout_s: float = 90.0) -> Finished:

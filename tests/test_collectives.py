@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, environment, mpirun, ranks, torchrun
+import wires
+from processes import SLOWDOWN, Finished, environment, mpirun, ranks, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 GRIDS: list[Any] = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (3, 2), (4, 2)]
@@ -16,12 +17,15 @@ GRIDS += [pytest.param(grid, marks=pytest.mark.long) for grid in ((4, 1), (2, 3)
 
 def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, str]:
     """Nodes of ranks on this machine; they meet in `folder`."""
-    settings: dict[str, object] = {"HDMA_RANKS_PER_NODE": grid[1], "HDMA_RENDEZVOUS": folder, "HDMA_TIMEOUT_S": 60}
-    return environment(**(settings | more))
+    settings: dict[str, object] = {"HDMA_RANKS_PER_NODE": grid[1], "HDMA_RENDEZVOUS": folder}
+    return environment(**(settings | {"HDMA_TIMEOUT_S": 60 * SLOWDOWN} | more))
 
 
-def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, **more: object) -> None:
-    finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], grid_env(grid, folder, **more), timeout_s=150.0)
+def run_grid(
+    program: str, grid: tuple[int, int], folder: Path, *args: str, wire: str = "tcp", **more: object
+) -> None:
+    env, own = grid_env(grid, folder, **(wires.settings(wire) | more)), wires.port(wire, grid[1])
+    finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], env, timeout_s=150.0, own=own)
     assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)
 
 

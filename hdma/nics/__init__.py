@@ -2,7 +2,7 @@
 
 from hdma.nics.agreement import Card, along_rails, card, decide
 from hdma.nics.choice import Offer, Reason, admitted, choose, distance, fault, library_error, why_none
-from hdma.nics.retries import qp_timeout
+from hdma.nics.queue_pair import Settings, qp_timeout, settings
 from hdma.nics.sysfs import Gid, Nic, Place, Port, find, gpu_place
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Place",
     "Port",
     "Reason",
+    "Settings",
     "admitted",
     "along_rails",
     "card",
@@ -24,5 +25,6 @@ __all__ = [
     "gpu_place",
     "library_error",
     "qp_timeout",
+    "settings",
     "why_none",
 ]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hdma import env
-from hdma.errors import DeviceError, Error, UsageError
+from hdma.errors import Error, UsageError, WireError
 from hdma.nics.choice import LIBRARY, Offer, Reason, choose, library_error, why_none
 from hdma.nics.sysfs import find
 from hdma.topology import Topology
@@ -40,7 +40,7 @@ def card(gpu: str = "", root: str = "/") -> Card:
 def decide(cards: Sequence[Card], topology: Topology, names: Sequence[str], wire: str = "auto") -> list[Offer]:
     """The port of each rank, by rank; empty where TCP is used: one node, HDMA_WIRE=tcp, or auto and no RDMA device.
 
-    `names[rank]` as in messages. Raises `UsageError` or `DeviceError` where a rank has RDMA devices but none that can
+    `names[rank]` as in messages. Raises `UsageError` or `WireError` where a rank has RDMA devices but none that can
     be used, where only some ranks have any, with HDMA_WIRE=verbs where there are none, and as `along_rails()` does.
     """
     if wire == "tcp" or topology.nodes == 1:
@@ -49,7 +49,7 @@ def decide(cards: Sequence[Card], topology: Topology, names: Sequence[str], wire
     if wire == "auto" and len(reasons) == len(cards) and all(reason.kind == "none" for reason in reasons.values()):
         return []
     for rank, reason in sorted(reasons.items(), key=lambda item: item[1].kind == "none"):
-        kind: type[Error] = UsageError if reason.kind == "usage" else DeviceError
+        kind: type[Error] = UsageError if reason.kind == "usage" else WireError
         other = next((r for r in range(len(cards)) if r not in reasons), None)
         but = f", while {names[other]} has {cards[other]['offers'][0]['device']}" if other is not None else ""
         raise kind(

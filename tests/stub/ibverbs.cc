@@ -124,9 +124,24 @@ void complete(StubCq *cq, StubQp *qp, uint64_t id, uint32_t status, uint32_t opc
     cq->done.push_back(c);
 }
 
-// Everything that is posted completes as flushed, behind the failure itself.
+// What has arrived into what is posted.
+void deliver(StubQp *qp) {
+    auto *cq = static_cast<StubCq *>(qp->recv_cq);
+    while (!qp->receives.empty()) {
+        auto &[id, piece] = qp->receives.front();
+        ssize_t n = recv(qp->socket, reinterpret_cast<void *>(piece.addr), piece.nbytes, MSG_DONTWAIT);
+        if (n < 0) break;
+        complete(cq, qp, id, kSuccess, 128);
+        cq->done.back().nbytes = static_cast<uint32_t>(n);
+        qp->receives.pop_front();
+    }
+}
+
+// Everything that is posted completes as flushed, behind the failure itself. What was acknowledged has arrived.
 void fail(StubQp *qp) {
     auto *cq = static_cast<StubCq *>(qp->send_cq);
+    deliver(qp);
+    epoll_ctl(cq->channel->fd, EPOLL_CTL_DEL, qp->socket, nullptr);
     qp->error = true;
     for (const Request &each : qp->sends) complete(cq, qp, each.request.wr_id, kFlushed, 0);
     for (const auto &each : qp->receives) complete(cq, qp, each.first, kFlushed, 128);
@@ -185,14 +200,7 @@ void work(StubCq *cq) {
         while (!qp->sends.empty() && qp->sends.front().due_us <= now && execute(qp, qp->sends.front())) {
         }
         if (!qp->sends.empty()) next = now + 200;
-        while (!qp->receives.empty()) {
-            auto &[id, piece] = qp->receives.front();
-            ssize_t n = recv(qp->socket, reinterpret_cast<void *>(piece.addr), piece.nbytes, MSG_DONTWAIT);
-            if (n < 0) break;
-            complete(cq, qp, id, kSuccess, 128);
-            cq->done.back().nbytes = static_cast<uint32_t>(n);
-            qp->receives.pop_front();
-        }
+        deliver(qp);
     }
     itimerspec timer{};
     if (next || !cq->done.empty()) timer.it_value.tv_nsec = 200 * 1000;

@@ -1,8 +1,13 @@
-"""How long a queue pair tries before it gives a peer up."""
+"""How queue pairs are set up: among other things, how long one tries before it gives a peer up."""
 
 from __future__ import annotations
 
+from hdma import env
 from hdma.errors import UsageError
+from hdma.nics.choice import Offer
+
+# Device, port, GID index, MTU in bytes, service level, traffic class, time-out exponent, retries: csrc/bindings.cc.
+Settings = tuple[str, int, int, int, int, int, int, int]
 
 _UNIT_S = 4.096e-6
 # The InfiniBand specification (9.7.6.1.3) lets a NIC take between one and four times the nominal time.
@@ -36,3 +41,17 @@ def qp_timeout(timeout_s: float, exponent: int, retries: int) -> int:
 def _gives_up_s(exponent: int, retries: int) -> float:
     """The longest until a NIC reports that a peer does not answer, seconds."""
     return float((retries + 1) * _SLACK * _UNIT_S * 2**exponent)
+
+
+def settings(port: Offer, timeout_s: float) -> Settings:
+    """What the wire needs to know of this rank's port. Raises `UsageError` as `qp_timeout()` does."""
+    retries = env.QP_RETRIES.read()
+    how = (env.MTU_NBYTES.read(), env.SERVICE_LEVEL.read(), env.TRAFFIC_CLASS.read())
+    return (
+        port.device,
+        port.port,
+        port.gid_index,
+        *how,
+        qp_timeout(timeout_s, env.QP_TIMEOUT.read(), retries),
+        retries,
+    )
