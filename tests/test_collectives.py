@@ -21,9 +21,7 @@ def grid_env(grid: tuple[int, int], folder: Path, **more: object) -> dict[str, s
     return environment(**(settings | {"HDMA_TIMEOUT_S": 60 * SLOWDOWN} | more))
 
 
-def run_grid(
-    program: str, grid: tuple[int, int], folder: Path, *args: str, wire: str = "tcp", **more: object
-) -> None:
+def run_grid(program: str, grid: tuple[int, int], folder: Path, *args: str, wire: str = "tcp", **more: object) -> None:
     env, own = grid_env(grid, folder, **(wires.settings(wire) | more)), wires.port(wire, grid[1])
     finished = ranks(grid[0] * grid[1], [PROGRAMS / program, *args], env, timeout_s=150.0, own=own)
     assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)

@@ -186,7 +186,7 @@ constexpr int kSetState = 1 << 0, kSetAccess = 1 << 3, kSetPkey = 1 << 4, kSetPo
 constexpr int kLocalWrite = 1 << 0, kRemoteWrite = 1 << 1;
 
 enum EventType : uint32_t {
-    kCqError = 0, kQpFatal = 1, kQpRequestError = 2, kQpAccessError = 3, kDeviceFatal = 8, kPortUp = 9, kPortDown = 10
+    kCqError = 0, kQpFatal = 1, kQpRequestError = 2, kQpAccessError = 3, kDeviceFatal = 8
 };
 
 struct Event {

@@ -216,6 +216,11 @@ void Nic::link(ibv::Qp *qp, const QpAddress &own, const QpAddress &theirs, int p
              "both ports on one fabric (HDMA_NIC)?");
 }
 
+bool Nic::port_active() const {
+    ibv::PortAttr now{};
+    return ibv_.query_port(context_, static_cast<uint8_t>(choice_.port), &now) == 0 && now.state == ibv::kPortActive;
+}
+
 int Nic::poll(ibv::Completion *completions, int count) {
     int got = context_->ops.poll_cq(cq_, count, completions);
     if (got < 0) throw Error(Kind::Wire, format("rank %d cannot poll the completions of %s", rank_, name_.c_str()));

@@ -47,13 +47,12 @@ class Nic {
     // Takes notifications off descriptor(); whether there were any.
     bool take_notifications();
     bool take_event(ibv::Event &event);
+    bool port_active() const;
     int queue_fd() const { return channel_->fd; }
     int event_fd() const { return context_->async_fd; }
 
     // "rxe0 port 1 (GID 1, ::ffff:10.9.0.1)"
     const std::string &name() const { return name_; }
-    int port() const { return choice_.port; }
-    const NicChoice &choice() const { return choice_; }
     const ibv::Functions &ibv() const { return ibv_; }
     size_t max_piece_nbytes() const { return max_piece_nbytes_; }
     uint32_t max_requests() const { return static_cast<uint32_t>(attr_.max_qp_wr); }

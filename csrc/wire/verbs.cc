@@ -372,7 +372,7 @@ class Verbs final : public Wire {
                                   static_cast<uint32_t>(completion.wr_id) != kSent ? "a receive" : "an RDMA write", nic_.name().c_str(),
                                   gid_text(c.theirs.address.gid).c_str(), nic_.ibv().wc_status_str(completion.status),
                                   completion.status, completion.vendor_error);
-        if (port_down_ns_) what += format(". Its port went down %.1f s ago", (now_ns() - port_down_ns_) * 1e-9);
+        if (!nic_.port_active()) return what + ". The port is not active any more: look at its link (rdma link; ip link)";
         switch (completion.status) {
             case ibv::kRetriesExceeded:
                 return what + ". Nothing came back: look at both links and at the way between them (rdma link; ping; the MTU "
@@ -388,13 +388,11 @@ class Verbs final : public Wire {
             std::string name = nic_.ibv().event_type_str(event.type);
             uint32_t type = event.type;
             ibv::Qp *qp = type == ibv::kQpFatal || type == ibv::kQpRequestError || type == ibv::kQpAccessError ? event.qp : nullptr;
-            int port = type == ibv::kPortUp || type == ibv::kPortDown ? event.port : 0;
             nic_.ibv().ack_async_event(&event);
             for (Connection &c : connections_)
                 if (qp && c.qp == qp)
                     lose(c, format("a queue pair on %s failed: %s. Look at the kernel's log", nic_.name().c_str(), name.c_str()));
-            // A port may come back before its queue pairs give up: they say when it has not.
-            if (port == nic_.port()) port_down_ns_ = type == ibv::kPortDown ? now_ns() : 0;
+            // Of a port that goes down its queue pairs tell, unless it comes back before they give up.
             if (type == ibv::kDeviceFatal || type == ibv::kCqError)
                 throw Error(Kind::Wire, format("%s failed: %s. Look at the kernel's log", nic_.name().c_str(), name.c_str()));
         }
@@ -409,7 +407,6 @@ class Verbs final : public Wire {
     Fd epoll_;
     uint32_t depth_ = 0;
     bool armed_ = false;
-    int64_t port_down_ns_ = 0;
     ibv::Mr *window_ = nullptr, *message_region_ = nullptr;
     std::vector<ibv::SendRequest> requests_;
     std::vector<ibv::Piece> pieces_;

@@ -7,6 +7,9 @@
 //   STUB_IBV_DEVICES=mlx5_0,mlx5_1   the devices (default: these)
 //   STUB_IBV_DELAY_US=n              each request executes up to n us after it was posted
 //   STUB_IBV_MAX_MESSAGE=n           longest write, in bytes (default 1 GiB)
+//   STUB_IBV_MTU=n                   of the ports (default 4096)
+//   STUB_IBV_FORBIDDEN=1             no device can be opened
+//   STUB_IBV_UNREACHABLE=1           no queue pair can be linked
 //   STUB_IBV_MEMLOCK=n               bytes that a process may register
 //   STUB_IBV_INLINE=n                bytes of inline data at most (default 256)
 //   STUB_IBV_FAIL=kind:number:after  status: the completion of a request; event: an asynchronous event; from the
@@ -165,7 +168,6 @@ bool execute(StubQp *qp, Request &r) {
         context->event_told = true;
         Event event{};
         event.type = static_cast<uint32_t>(type);
-        if (type == kPortUp || type == kPortDown) event.port = 1;
         if (type <= kQpAccessError) event.qp = qp;
         context->events.push_back(event);
         uint64_t one = 1;
@@ -320,6 +322,7 @@ int ibv_query_port(Context *, uint8_t, PortAttr *attr) {
     *attr = {};
     attr->state = kPortActive;
     attr->active_mtu = attr->max_mtu = 5;
+    while ((128u << attr->active_mtu) > number("STUB_IBV_MTU", 4096)) --attr->active_mtu;
     attr->max_message_nbytes = static_cast<uint32_t>(number("STUB_IBV_MAX_MESSAGE", 1 << 30));
     attr->link_layer = kEthernet;
     return 0;
