@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import rdma_tree
 import stub_gpu
 from processes import environment, free_port, mpirun, ranks, run, torchrun
 
 from hdma import kernels
 from hdma.errors import DeviceError
-from hdma.info import checks, found, gpus, groups, host, kfd, launchers, settings
+from hdma.info import checks, found, gpus, groups, host, kfd, launchers, rdma, settings
+from hdma.info import text as written
 from hdma.topology import Topology
 
 INFO = ["-m", "hdma.info"]
@@ -54,7 +56,7 @@ def test_json():
     assert done.code == 0, done.out
     report = json.loads(done.out)
     assert {*report} == {
-        *("versions", "mpi", "machine", "limits", "wires", "devices", "mpirun", "job"),
+        *("versions", "mpi", "machine", "limits", "wires", "devices", "rdma", "mpirun", "job"),
         *("groups", "variables", "checks", "verdict"),
     }
     assert report["versions"]["hdma"] and report["versions"]["compiler"] and report["machine"]["cpus"] >= 1
@@ -485,3 +487,199 @@ def test_links_of_amd_gpus(tmp_path):
     assert kfd.links(["0000:05:00.0"], str(tmp_path / "none")) == []
     check = gpu_verdicts(gpu_row("hip", 3, links=found))["hip links"]
     assert "1 of 6 PCIe" in check.evidence and "2 of 6 xGMI" in check.evidence and "for 2 of them" in check.evidence
+
+
+# RDMA: on made-up trees of /sys.
+
+
+@pytest.fixture
+def tree(monkeypatch, tmp_path):
+    """A host without RDMA devices yet; libibverbs is there, and shows what the kernel does."""
+    for name in [name for name in os.environ if name.startswith("HDMA_")]:
+        monkeypatch.delenv(name)
+    made = rdma_tree.Tree(tmp_path)
+    monkeypatch.setattr(rdma.nics, "library_error", lambda: "")
+    monkeypatch.setattr("hdma.nics.agreement.library_error", lambda: "")
+    monkeypatch.setattr(rdma, "_seen", lambda: [nic.name for nic in rdma.nics.find(str(made))])
+    return made
+
+
+def rdma_row(tree, *gpus):
+    devices = [{"name": "cuda", "gpus": [{"pci": address} for address in gpus]}]
+    return rdma.near(rdma.look(str(tree)), devices, str(tree)) | {"taken": [], "why": ""}
+
+
+def rdma_verdicts(row, **more):
+    return {check.name: check for check in rdma.checks(facts(**more), row)}
+
+
+def test_no_rdma_device(tree, monkeypatch):
+    row = rdma_row(tree)
+    assert rdma.wire(row) == {"name": "verbs", "used": False, "library": "libibverbs.so.1", "devices": []}
+    (check,) = rdma.checks(facts(), row)
+    assert check.verdict == "ok" and "there is no RDMA device" in check.evidence and "TCP" in check.evidence
+    assert written._rdma(row) == ""
+    monkeypatch.setenv("HDMA_WIRE", "verbs")
+    (check,) = rdma.checks(facts(), rdma_row(tree))
+    assert check.verdict == "fail" and "HDMA_WIRE=tcp" in check.remedy
+
+
+def test_rdma_of_a_well_host(monkeypatch, tmp_path, tree):
+    """The text has ports, their GIDs and the matrix; JSON the same."""
+    made, addresses = rdma_tree.dgx(tmp_path / "dgx")
+    monkeypatch.setattr(rdma, "_seen", lambda: [nic.name for nic in rdma.nics.find(str(made))])
+    row = rdma_row(made, *addresses)
+    row["taken"], row["why"], wrong = rdma.taken(row, [row], facts(topology=Topology(1, 1)), 0)
+    assert row["taken"] == ["mlx5_4:1"] and row["why"] == "of 10 equally near ones the fastest" and wrong == []
+    assert json.dumps(row) and rdma.wire(row)["used"]
+    found = rdma_verdicts(row | {"locked_nbytes": None})
+    assert {check.verdict for check in found.values()} == {"ok"}, found
+    assert "pinned host memory" in found["rdma and GPUs"].evidence
+    lines = {line.split()[0]: line for line in written._rdma(row).splitlines() if line}
+    assert "InfiniBand" in lines["mlx5_4:1"] and "400 Gb/sec (4X NDR)" in lines["mlx5_4:1"]
+    assert "ACTIVE (LinkUp)" in lines["mlx5_4:1"] and "*0: fe80::e42:a1ff:fe00:1" in lines["mlx5_4:1"]
+    assert "*3: 10.0.0.1 (RoCE v2), 0: fe80:" in lines["mlx5_20:1"] and "0000:e8:00.0" in lines["mlx5_20:1"]
+    matrix = [line.split() for line in written._rdma(row).splitlines() if line.startswith("cuda")]
+    names = written._rdma(row).split("GPU \\ device")[1].split("\n")[0].split()
+    assert [names[line[2:].index("PIX*")] for line in matrix] == [
+        *("mlx5_7", "mlx5_6", "mlx5_5", "mlx5_4", "mlx5_10", "mlx5_11", "mlx5_12", "mlx5_13")
+    ]
+    assert matrix[0].count("NODE") == 4 and matrix[0].count("SYS") == 5
+    assert "between nodes: rank 0 mlx5_4:1; of this rank: of 10" in written._rdma(row)
+
+
+@pytest.mark.parametrize(
+    ("device", "verdict", "evidence"),
+    [
+        ({"state": "1: DOWN", "physical": "2: Polling"}, "warn", "mlx5_0 port 1 is DOWN"),
+        ({"gids": ()}, "warn", "has no RoCE v2 GID"),
+        ({"device_file": False}, "warn", "cannot be opened"),
+        ({}, "ok", "1 device, usable: mlx5_0:1 (RoCE v2 over IPv4)"),
+    ],
+)
+def test_rdma_device(tree, monkeypatch, device, verdict, evidence):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0", **device)
+    row = rdma_row(tree)
+    check = rdma_verdicts(row)["rdma"]
+    assert check.verdict == verdict and evidence in check.evidence and bool(check.remedy) == (verdict != "ok")
+    assert "mlx5_0:1" in written._rdma(row)
+    if verdict != "ok":
+        assert row["devices"][0]["ports"][0]["fault"] in check.evidence and "HDMA_WIRE=tcp" in check.remedy
+        monkeypatch.setenv("HDMA_WIRE", "verbs")
+        assert rdma_verdicts(rdma_row(tree))["rdma"].verdict == "fail"
+
+
+def test_rdma_that_is_not_wanted(tree, monkeypatch):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    monkeypatch.setenv("HDMA_WIRE", "tcp")
+    (check,) = rdma.checks(facts(), rdma_row(tree))
+    assert check.verdict == "ok" and check.evidence == "HDMA_WIRE=tcp: 1 device, not used"
+
+
+def test_no_libibverbs(tree, monkeypatch):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    for place in ("hdma.info.rdma.nics", "hdma.nics.agreement"):
+        monkeypatch.setattr(f"{place}.library_error", lambda: "cannot open shared object file")
+    row = rdma_row(tree)
+    found = rdma_verdicts(row)
+    assert found["rdma"].verdict == found["rdma library"].verdict == "warn"
+    assert "apt install libibverbs1 ibverbs-providers" in found["rdma library"].remedy
+    assert "no libibverbs" in written._rdma(row)
+
+
+def test_no_provider(tree, monkeypatch):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    monkeypatch.setattr(rdma, "_seen", lambda: [])
+    check = rdma_verdicts(rdma_row(tree))["rdma library"]
+    assert check.verdict == "warn" and "does not show mlx5_0" in check.evidence and "ibverbs-providers" in check.remedy
+
+
+def test_rdma_devices_by_the_library():
+    """On a host without any, and with any."""
+    assert {*rdma._seen()} <= {nic.name for nic in rdma.nics.find()}
+
+
+def test_locked_memory_of_rdma(tree, monkeypatch):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    row = rdma_row(tree)
+    check = rdma_verdicts(row | {"locked_nbytes": 1 << 20})["rdma memory"]
+    assert check.verdict == "warn" and "window is 11.0 MiB" in check.evidence and "1.0 MiB" in check.evidence
+    assert "ulimit -l unlimited" in check.remedy and "HDMA_WINDOW_BYTES" in check.remedy
+    assert rdma_verdicts(row | {"locked_nbytes": 1 << 24})["rdma memory"].verdict == "ok"
+    assert rdma_verdicts(row | {"locked_nbytes": None})["rdma memory"].verdict == "ok"
+    # With GPUs the windows are larger.
+    assert rdma_verdicts(row | {"locked_nbytes": 1 << 24, "gpus": [1]})["rdma memory"].verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "users", "limit"),
+    [
+        ("000001ffffffffff", "0 0 4294967295", None),
+        ("000001ffffffbfff", "0 0 4294967295", 65536),
+        ("000001ffffffffff", "0 1000 1", 65536),
+    ],
+)
+def test_limit_of_locked_memory(tree, monkeypatch, capabilities, users, limit):
+    """Void with CAP_IPC_LOCK, but not with that of a namespace of users."""
+    tree.write("proc/self/status", f"Name:\tpython\nCapEff:\t{capabilities}")
+    tree.write("proc/self/uid_map", f"  {users}")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, resource.RLIM_INFINITY))
+    assert rdma.look(str(tree))["locked_nbytes"] == limit
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert rdma.look(str(tree))["locked_nbytes"] is None
+
+
+def test_rdma_names_of_nothing(tree, monkeypatch):
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    monkeypatch.setenv("HDMA_NIC", "mlx5_0,mlx5_9:1")
+    check = rdma_verdicts(rdma_row(tree))["rdma names"]
+    assert check.verdict == "warn" and "there is no mlx5_9:1 here" in check.evidence and "mlx5_0:1" in check.remedy
+
+
+def test_rdma_device_that_is_lost(tmp_path, tree, monkeypatch):
+    """That of the third GPU: it has to take another one, farther."""
+    made, addresses = rdma_tree.dgx(tmp_path / "dgx")
+    made.write("sys/class/infiniband/mlx5_5/ports/1/state", "1: DOWN")
+    row = rdma_row(made, *addresses)
+    check = rdma_verdicts(row)["rdma nearest"]
+    assert check.verdict == "warn" and "nearest to GPU 2 (mlx5_5 port 1 is DOWN" in check.evidence
+    assert "NODE*" in next(line for line in written._rdma(row).splitlines() if line.startswith("cuda 2"))
+
+
+def test_rdma_variables_that_cannot_be(tree, monkeypatch):
+    """Of values that cannot be read the check of variables tells; of those that do not go together this one."""
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    monkeypatch.setenv("HDMA_QP_TIMEOUT", "20")
+    monkeypatch.setenv("HDMA_TIMEOUT_S", "30")
+    check = rdma_verdicts(rdma_row(tree))["rdma"]
+    assert check.verdict == "fail" and "HDMA_QP_TIMEOUT=20" in check.evidence
+    monkeypatch.setenv("HDMA_NIC", ",")
+    assert "rdma" not in rdma_verdicts(rdma_row(tree))
+
+
+def test_rdma_of_a_job(tree):
+    """Which port each rank takes, or why they do not agree."""
+    tree.nic("mlx5_0", "pci0000:00/0000:01:00.0")
+    tree.nic("mlx5_1", "pci0000:00/0000:02:00.0")
+    row = rdma_row(tree)
+    pair = facts(topology=Topology(2, 1))
+    assert rdma.taken(row, [row, row], pair, 1)[:2] == (
+        *(["mlx5_0:1", "mlx5_0:1"], "of 2 equally near ones by turns of the ranks"),
+    )
+    ports, _, (check,) = rdma.taken(row, [row, rdma_row(rdma_tree.Tree(tree.root / "bare"))], pair, 0)
+    assert ports == [] and check.verdict == "fail" and "rank 1 cannot use RDMA" in check.evidence
+    assert "HDMA_WIRE=tcp" in check.remedy
+
+
+def test_why_a_port_is_taken():
+    def offer(position, distance=4, **more):
+        keys = {"device": "d", "port": 1, "gid_index": 0, "gid": "", "link_layer": "", "fabric": "", "told": False}
+        return keys | {"rate_gbit_s": 100.0, "position": position, "distance": distance} | more
+
+    def why(offers, number=0):
+        return rdma._why(offers, rdma.nics.Offer(**offers[number]))
+
+    assert why([offer(0, told=True), offer(1, told=True)]) == "HDMA_NIC names it"
+    assert why([offer(0)]) == "the only one that can be used"
+    assert why([offer(0), offer(1, 200)]) == "the nearest"
+    assert why([offer(0), offer(1, 200)], 1) == "the nearest that all ranks of its rail have"

@@ -54,7 +54,6 @@ def host(facts: Facts) -> list[Check]:
         _features,
         _memfd,
         _tcp,
-        _rdma,
     )
     return [check for maker in makers for check in maker(facts)]
 
@@ -195,10 +194,3 @@ def _tcp(facts: Facts) -> list[Check]:
             Check("tcp", "warn", "only loopback: no other host can be reached", "start the container with a network")
         ]
     return [Check("tcp", "ok", f"loopback connects; interfaces {', '.join(others)}")]
-
-
-def _rdma(facts: Facts) -> list[Check]:
-    (verbs,) = (wire for wire in facts.wires if wire["name"] == "verbs")
-    library = "libibverbs found" if verbs["library"] else "no libibverbs"
-    devices = f"devices {', '.join(verbs['devices'])}" if verbs["devices"] else "no devices"
-    return [Check("rdma", "ok", f"{library}, {devices}; this version does not use them yet: between nodes is TCP")]

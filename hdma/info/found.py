@@ -22,12 +22,8 @@ print(*MPI.get_vendor()[:1], ".".join(map(str, MPI.get_vendor()[1])), sep="\\n")
 
 
 def wires() -> list[dict[str, Any]]:
-    """Networks by name: whether this version uses them, the library and the devices found."""
-    verbs = {"library": _library("libibverbs.so.1"), "devices": _names("/sys/class/infiniband")}
-    return [
-        {"name": "tcp", "used": True, "library": None, "devices": _names("/sys/class/net")},
-        {"name": "verbs", "used": False, **verbs},
-    ]
+    """Networks by name but RDMA, which is in rdma.py: whether this version uses them, the library and the devices."""
+    return [{"name": "tcp", "used": True, "library": None, "devices": _names("/sys/class/net")}]
 
 
 def devices() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from hdma.errors import Error, UsageError
-from hdma.info import checks, found, gpus, groups, host, job, launchers, settings
+from hdma.info import checks, found, gpus, groups, host, job, launchers, rdma, settings
 from hdma.info.checks import Check
 
 VERDICTS = ("ok", "warn", "fail")
@@ -20,9 +20,10 @@ def make(tries: bool = False) -> dict[str, Any]:
     machine, limits = host.machine(), host.limits()
     # As the shell has them: joining sets a time-out.
     variables = settings.table()
-    versions = host.versions()
+    versions, verbs = host.versions(), rdma.look()
     me = job.join()
-    wires, devices = found.wires(), gpus.look(found.devices(), tries)
+    wires, devices = [*found.wires(), rdma.wire(verbs)], gpus.look(found.devices(), tries)
+    verbs = rdma.near(verbs, devices) | {"taken": [], "why": ""}
     library = found.mpi4py_library()
     # Only the mpirun that starts ranks matters, and one did already.
     mpirun = found.mpirun() if me.size == 1 else None
@@ -31,13 +32,16 @@ def make(tries: bool = False) -> dict[str, Any]:
     try:
         addresses = [gpu["pci"] for device in devices for gpu in device.get("gpus", [])]
         my_cpus = sorted(os.sched_getaffinity(0))
-        everyone = job.gather(me, {"host": machine["name"], "cpus": my_cpus, "gpus": addresses})
+        card = {"offers": verbs["offers"], "reason": verbs["reason"]}
+        everyone = job.gather(me, {"host": machine["name"], "cpus": my_cpus, "gpus": addresses, "rdma": card})
         here = [rank for rank in everyone if rank["host"] == machine["name"]]
         cpus = len({cpu for rank in here for cpu in rank["cpus"]})
         # Alone, for the smallest job.
         facts = checks.Facts(machine, limits, wires, devices, me.topology, len(here) if me.comm else 2, cpus)
         own_gpus = len({address for rank in here for address in rank["gpus"]})
         rows = checks.host(facts) + gpus.checks(facts, own_gpus if me.comm else None, versions["torch"])
+        verbs["taken"], verbs["why"], agreed = rdma.taken(verbs, [rank["rdma"] for rank in everyone], facts, me.rank)
+        rows += rdma.checks(facts, verbs) + agreed
         mine = {"host": machine["name"], "pid": os.getpid(), "checks": [check.row() for check in rows]}
         ranks = job.gather(me, mine)
         if me.comm:
@@ -54,6 +58,7 @@ def make(tries: bool = False) -> dict[str, Any]:
         "limits": limits,
         "wires": wires,
         "devices": devices,
+        "rdma": verbs,
         "mpirun": mpirun,
         "job": job.describe(me, ranks),
         "groups": _groups(me),

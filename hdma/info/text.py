@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from ipaddress import IPv6Address
 from typing import Any
 
-_MATRIX_RANKS = 16
+_MATRIX_RANKS, _GIDS = 16, 8
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 _LINKS = {"self": ".", "memory": "mem", "tcp": "tcp", "": "-"}
 
@@ -29,6 +30,7 @@ def report(found: dict[str, Any]) -> str:
             ]
         ),
         *(_gpus(row) for row in found["devices"] if row.get("gpus")),
+        _rdma(found["rdma"]),
         _job(found["job"]),
         _groups(found["groups"]),
         "\n".join(check(row) for row in found["checks"]),
@@ -90,6 +92,51 @@ def _gpus(row: dict[str, Any]) -> str:
         cells.append((str(number), gpu["name"], gpu["pci"], gpu["arch"] or "unknown", " ".join(reached) or "-", links))
     shown = cells if row["links"] else [cell[:5] for cell in cells]
     return f"{row['name']}: {_count(len(row['gpus']), 'GPU')}\n{_columns(shown)}"
+
+
+def _rdma(row: dict[str, Any]) -> str:
+    """A line a port, its GIDs with the one that would be used marked, and how near the devices are to the GPUs."""
+    if not row["devices"]:
+        return ""
+    titles = ("port", "link", "state", "rate", "PCI address", "NUMA", "interfaces", "device file", "GIDs (*: used)")
+    cells: list[Sequence[str]] = [titles]
+    for device in row["devices"]:
+        numa = str(device["numa_node"]) if device["numa_node"] >= 0 else "-"
+        file = device["uverbs"] + (f" ({device['open_error']})" if device["open_error"] else "")
+        about = (device["pci"] or "virtual", numa, " ".join(device["netdevs"]) or "-", file or "-")
+        for port in device["ports"]:
+            state = f"{port['state']} ({port['physical_state']})"
+            name = f"{device['name']}:{port['number']}"
+            cells.append((name, port["link_layer"], state, port["rate"], *about, _gids(port)))
+    lines = [f"rdma: {_count(len(row['devices']), 'device')}, {row['library'] or 'no libibverbs'}", _columns(cells)]
+    if row["gpus"]:
+        usable = [any(port["gid_index"] is not None for port in device["ports"]) for device in row["devices"]]
+        matrix = [["GPU \\ device", *(device["name"] for device in row["devices"])]]
+        for gpu, far, relations in zip(row["gpus"], row["distances"], row["relations"]):
+            best = min((d for d, can in zip(far, usable) if can), default=None)
+            marks = [name + ("*" if can and d == best else "") for name, d, can in zip(relations, far, usable)]
+            matrix.append([f"{gpu['runtime']} {gpu['number']}", *marks])
+        lines += ["", _columns(matrix)]
+        lines.append(
+            "PIX: one switch; PXB: several; PHB: the host bridge; NODE: host bridges of a NUMA node; SYS: NUMA nodes; "
+            "-: not on PCI; *: the nearest that can be used"
+        )
+    if row["taken"]:
+        ports = ", ".join(f"rank {rank} {port}" for rank, port in enumerate(row["taken"][:_MATRIX_RANKS]))
+        more = ", ..." if len(row["taken"]) > _MATRIX_RANKS else ""
+        lines += ["", f"between nodes: {ports}{more}; of this rank: {row['why']}"]
+    return "\n".join(lines)
+
+
+def _gids(port: dict[str, Any]) -> str:
+    shown = []
+    for gid in port["gids"]:
+        mark = "*" if gid["index"] == port["gid_index"] else ""
+        address = IPv6Address(gid["address"])
+        shown.append(f"{mark}{gid['index']}: {address.ipv4_mapped or address} ({gid['kind']})")
+    # The one in use is the one to see.
+    shown.sort(key=lambda text: not text.startswith("*"))
+    return ", ".join(shown[:_GIDS]) + (", ..." if len(shown) > _GIDS else "") or "none"
 
 
 def _job(job: dict[str, Any]) -> str:

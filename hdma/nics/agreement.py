@@ -87,7 +87,7 @@ def along_rails(offers: Sequence[Sequence[Offer]], topology: Topology, names: Se
                 raise UsageError(
                     f"{names[rail[0]]} and {names[rank]} are to exchange data, but the first would use {first} "
                     f"({first.fabric}) and the other {other} ({other.fabric}), which cannot be connected. What helps: "
-                    f"ports of one kind by HDMA_NIC, or GIDs of one kind by HDMA_GID_INDEX, or HDMA_WIRE=tcp on all ranks"
+                    f"ports of one kind by HDMA_NIC, GIDs of one kind by HDMA_GID_INDEX, or HDMA_WIRE=tcp on all ranks"
                 )
     return [chosen[rank] for rank in range(topology.size)]
 

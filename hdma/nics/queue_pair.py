@@ -10,7 +10,7 @@ from hdma.nics.choice import Offer
 Settings = tuple[str, int, int, int, int, int, int, int]
 
 _UNIT_S = 4.096e-6
-# The InfiniBand specification (9.7.6.1.3) lets a NIC take between one and four times the nominal time.
+# The InfiniBand specification (volume 1, 9.7.6.1.3) lets a NIC take between one and four times the nominal time.
 _SLACK = 4
 _LONGEST = 18  # about a second a try: lost packets are rare, but should not hold up all ranks
 
@@ -25,8 +25,8 @@ def qp_timeout(timeout_s: float, exponent: int, retries: int) -> int:
         if _gives_up_s(exponent, retries) >= timeout_s:
             longest = f"{_gives_up_s(exponent, retries):.3g} s ({retries + 1} x {_SLACK} x 4.096 us x 2^{exponent})"
             raise UsageError(
-                f"HDMA_QP_TIMEOUT={exponent} with HDMA_QP_RETRIES={retries} lets a NIC try for up to {longest}, which is "
-                f"not below HDMA_TIMEOUT_S={timeout_s:g}: lower them, or unset HDMA_QP_TIMEOUT to have it chosen"
+                f"HDMA_QP_TIMEOUT={exponent} with HDMA_QP_RETRIES={retries} lets a NIC try for up to {longest}, which "
+                f"is not below HDMA_TIMEOUT_S={timeout_s:g}: lower them, or unset HDMA_QP_TIMEOUT to have it chosen"
             )
         return exponent
     fitting = [t for t in range(1, _LONGEST + 1) if _gives_up_s(t, retries) < timeout_s / 2]

@@ -114,7 +114,7 @@ def _nic(folder: Path, uverbs: str, root: str) -> Nic:
         _port(port) for port in sorted(_folders(folder / "ports"), key=lambda p: int(p.name)) if port.name.isdecimal()
     )
     netdevs = {gid.netdev for port in ports for gid in port.gids if gid.netdev}
-    # IPoIB's and those without an address are beside the PCI device; that of rxe and siw is in a file of theirs.
+    # IPoIB's and those without an address are beside the PCI device; that of rxe is in a file of its own.
     netdevs |= {net.name for net in _folders(folder / "device" / "net")} | {*_read(folder / "parent").split()}
     place = _place(folder / "device") if (folder / "device").exists() else None
     path = str(Path(root, "dev/infiniband", uverbs)) if uverbs else ""
