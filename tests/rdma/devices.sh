@@ -14,6 +14,15 @@ ip addr add 10.9.0.1/24 dev va
 ip addr add 10.9.0.2/24 dev vb
 ip addr add fd09::1/64 dev va nodad
 ip addr add fd09::2/64 dev vb nodad
+# Linux sends what is for another address of its own by way of lo, for IPv6 even from a socket that names its end.
+table=100
+for end in va vb; do
+    ip -6 route add fd09::/64 dev $end table $table
+    ip -6 rule add pref $table oif $end lookup $table
+    table=$((table + 1))
+done
+ip -6 rule add pref 200 lookup local
+ip -6 rule del pref 0
 rdma link add rxe0 type rxe netdev va
 rdma link add rxe1 type rxe netdev vb
 
