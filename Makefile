@@ -17,7 +17,7 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build demo test test-long lint bench clean
+.PHONY: build demo test test-long test-rdma lint bench clean
 
 build: $(VENV)/built
 
@@ -38,6 +38,12 @@ test: build
 test-long: build
 	$(BIN)/python -m pytest -m "long and not gpu"
 
+# In a small VM that has RDMA devices (tests/rdma), since few machines have any.
+test-rdma: build
+	$(BIN)/python tests/rdma/vm.py --timeout-s 1200 --bring rdma.xml -- \
+	    $(BIN)/python -m pytest -m rdma -p no:cacheprovider --timeout 300 --junitxml /run/job/rdma.xml \
+	    $(wildcard tests/test_rdma*.py)
+
 lint: build
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -57,7 +63,7 @@ bench: build $(MPICH)/installed
 	    --plot bench.png
 
 clean:
-	rm -rf $(VENV) beside.log overlap.json overlap.png bench-*.jsonl bench.png build dist *.egg-info hdma/*.so
+	rm -rf $(VENV) beside.log rdma.xml overlap.json overlap.png bench-*.jsonl bench.png build dist *.egg-info hdma/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Beside the environment, not in it: both MPIs bring a bin/mpirun. (--target would lose the wheel's lib folder.)

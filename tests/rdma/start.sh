@@ -1,0 +1,16 @@
+# The VM's one job: devices, the command, and its exit code for the host. (vm.py writes /run/job/job.sh.)
+exec </dev/null >/dev/hvc0 2>&1
+stty -F /dev/hvc0 raw -echo
+. /run/job/job.sh
+ulimit -l unlimited
+if bash "$ROOT/tests/rdma/devices.sh"; then
+    cd "$ROOT"
+    touch /run/job/began
+    (job)
+    echo $? >/run/job/code
+else
+    dmesg | tail -n 20
+fi
+sync
+echo o >/proc/sysrq-trigger
+sleep 60
