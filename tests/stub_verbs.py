@@ -1,4 +1,4 @@
-"""A libibverbs without RDMA devices (tests/stub/ibverbs.cc): built here, for ranks that are to find it like a real one."""
+"""A libibverbs without RDMA devices (tests/stub/ibverbs.cc): built here, for ranks to find it like a real one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(folder: Path = BUILD) -> Path:
 
 
 def variables(folder: Path, **more: object) -> dict[str, str]:
-    """Environment variables of ranks that are to find the stub; `more` in lower case without STUB_IBV_: delay_us=100."""
+    """Environment variables of ranks that are to find it; `more` in lower case without STUB_IBV_: delay_us=100."""
     path = os.pathsep.join(part for part in (str(folder), os.environ.get("LD_LIBRARY_PATH", "")) if part)
     modules = [HERE.parent, HERE / "stub" / "site", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     stub = {"root": folder / "root", "devices": ",".join(DEVICES), **more}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rdma_tree import GLOBAL, INFINIBAND, IPV4, LINK_LOCAL, ROCE, V1, V2, Tree
 
 from hdma import nics
-from hdma.errors import DeviceError, UsageError
+from hdma.errors import UsageError, WireError
 from hdma.nics import agreement, sysfs
 from hdma.topology import Topology
 
@@ -448,12 +448,12 @@ def test_tcp_is_used() -> None:
         (
             [NONE, NONE],
             "verbs",
-            DeviceError,
+            WireError,
             "rank 0 cannot use RDMA: there is no RDMA device. What helps: get one; or",
         ),
-        ([GOOD, DOWN], "auto", DeviceError, "rank 1 cannot use RDMA: mlx5_0 port 1 is DOWN. What helps: look at"),
-        ([NONE, DOWN], "auto", DeviceError, "rank 1 cannot use RDMA: mlx5_0 port 1 is DOWN"),
-        ([NONE, GOOD], "auto", DeviceError, "rank 0 cannot use RDMA: there is no RDMA device, while rank 1 has mlx5_0"),
+        ([GOOD, DOWN], "auto", WireError, "rank 1 cannot use RDMA: mlx5_0 port 1 is DOWN. What helps: look at"),
+        ([NONE, DOWN], "auto", WireError, "rank 1 cannot use RDMA: mlx5_0 port 1 is DOWN"),
+        ([NONE, GOOD], "auto", WireError, "rank 0 cannot use RDMA: there is no RDMA device, while rank 1 has mlx5_0"),
         ([WRONG, GOOD], "auto", UsageError, "rank 0 cannot use RDMA: HDMA_NIC=x names no RDMA device"),
     ],
 )

@@ -150,7 +150,9 @@ def test_lost_packets(cable: tuple[str, str], tmp_path: Path) -> None:  # noqa: 
 def test_link_goes_down_in_mid_call(cable: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
     """Queue pairs give up well before the time-out; the error names the device, its port and the peer."""
     limit_s = 60.0
-    pattern = r"WireError: rank [01] lost rank [01].*rxe[01] port 1 .* failed: .*status.*The port is not active any more"
+    pattern = (
+        r"WireError: rank [01] lost rank [01].*rxe[01] port 1 .* failed: .*status.*The port is not active any more"
+    )
     try:
         with later(tmp_path, 2, ["ip", "link", "set", "va", "down"]):
             faulty("verbs", tmp_path, pattern, limit_s, HDMA_TIMEOUT_S=limit_s)

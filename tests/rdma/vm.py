@@ -3,8 +3,8 @@
     python tests/rdma/vm.py [--timeout-s S] [--cpus N] [--bring NAME] -- COMMAND [ARGUMENT...]
 
 The guest sees the host's files but cannot change them, and runs COMMAND as root in this checkout. What it writes is
-lost, but for the folder /run/job: --bring copies a file from there into the checkout. Its output comes out here, and its
-exit code is this program's; 124 says that time ran out, 125 that the VM could not be set up or died.
+lost, but for the folder /run/job: --bring copies a file from there into the checkout. Its output comes out here, and
+its exit code is this program's; 124 says that time ran out, 125 that the VM could not be set up or died.
 
 Where the CPU offers no virtualisation it is emulated: small things then take some 10 to 20 times as long.
 """
