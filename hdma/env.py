@@ -204,8 +204,9 @@ QP_TIMEOUT: Variable[int] = Variable(
     "the exponent t of an RDMA queue pair's time-out of 4.096 us x 2^t a try (0: chosen from HDMA_TIMEOUT_S)",
     False,
 )
+# Not 7, which software RoCE (rxe) takes for "for ever".
 QP_RETRIES: Variable[int] = Variable(
-    "HDMA_QP_RETRIES", _number(0, "tries", high=7), 7, "how often an RDMA queue pair sends again, unanswered", False
+    "HDMA_QP_RETRIES", _number(0, "tries", high=7), 6, "how often an RDMA queue pair sends again, unanswered", False
 )
 RENDEZVOUS: Variable[Path | None] = Variable(
     "HDMA_RENDEZVOUS", Path, None, "a folder that all ranks share, where they meet instead of by their launcher", False

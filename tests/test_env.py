@@ -21,7 +21,7 @@ def test_defaults():
     assert env.WINDOW_NBYTES.read() is None and env.CHUNK_NBYTES.read() == 0
     assert env.NIC.read() is None and env.GID_INDEX.read() is None
     assert env.MTU_NBYTES.read() == env.SERVICE_LEVEL.read() == env.TRAFFIC_CLASS.read() == env.QP_TIMEOUT.read() == 0
-    assert env.QP_RETRIES.read() == 7
+    assert env.QP_RETRIES.read() == 6
     assert env.RENDEZVOUS.read() is None and env.DEBUG.read() == "WARN"
 
 

@@ -378,7 +378,7 @@ class Verbs final : public Wire {
                 return what + ". Nothing came back: look at both links and at the way between them (rdma link; ping; the MTU "
                               "on the way: HDMA_MTU; HDMA_GID_INDEX); HDMA_QP_TIMEOUT and HDMA_QP_RETRIES say how long to try";
             case ibv::kRemoteAccess: return what + ". The peer's device refused the memory: its window is gone";
-            default: return what + ". Look at the kernel's log, and at the peer";
+            default: return what + ". Look at both links (rdma link; ip link), at the kernel's log, and at the peer";
         }
     }
 
