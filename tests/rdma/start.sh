@@ -2,6 +2,7 @@
 exec </dev/null >/dev/hvc0 2>&1
 stty -F /dev/hvc0 raw -echo
 . /run/job/job.sh
+echo "$HOSTNAME" >/proc/sys/kernel/hostname
 ulimit -l unlimited
 if bash "$ROOT/tests/rdma/devices.sh"; then
     cd "$ROOT"

@@ -3,8 +3,8 @@
     python tests/rdma/vm.py [--timeout-s S] [--cpus N] [--bring NAME] -- COMMAND [ARGUMENT...]
 
 The guest sees the host's files but cannot change them, and runs COMMAND as root in this checkout. What it writes is
-lost, but for the folder /run/job: --bring copies a file from there into the checkout. Its output comes out here, and its
-exit code is this program's; 124 says that time ran out, 125 that the VM could not be set up or died.
+lost, but for the folder /run/job: --bring copies a file from there into the checkout. Its output comes out here, and
+its exit code is this program's; 124 says that time ran out, 125 that the VM could not be set up or died.
 
 Where the CPU offers no virtualisation it is emulated: small things then take some 10 to 20 times as long.
 """
@@ -64,7 +64,8 @@ def write_job(job: Path, command: Sequence[str]) -> None:
         raise Failed(f"the VM has its own /{ROOT.parts[1]}, and so cannot see this checkout: {ROOT}")
     variables = {"HOME": "/root", "LANG": "C.UTF-8", "TEST_RDMA": "expected", "TEST_SLOWDOWN": "20"}
     variables |= {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
-    variables |= {"ROOT": str(ROOT), "TERM": os.environ.get("TERM", "dumb") if sys.stdout.isatty() else "dumb"}
+    variables |= {"ROOT": str(ROOT), "HOSTNAME": os.uname().nodename}
+    variables |= {"TERM": os.environ.get("TERM", "dumb") if sys.stdout.isatty() else "dumb"}
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
     (job / "job.sh").write_text("".join(lines) + f"job() {{ {shlex.join(command)}; }}\n")
     shutil.copy(HERE / "start.sh", job)
