@@ -11,6 +11,7 @@ if bash "$ROOT/tests/rdma/devices.sh"; then
     echo $? >/run/job/code
 else
     dmesg | tail -n 20
+    echo "the RDMA devices could not be made; above is what the kernel says"
 fi
 sync
 echo o >/proc/sysrq-trigger
