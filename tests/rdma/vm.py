@@ -64,7 +64,8 @@ def write_job(job: Path, command: Sequence[str]) -> None:
         raise Failed(f"the VM has its own /{ROOT.parts[1]}, and so cannot see this checkout: {ROOT}")
     variables = {"HOME": "/root", "LANG": "C.UTF-8", "TEST_RDMA": "expected", "TEST_SLOWDOWN": "20"}
     variables |= {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
-    variables |= {"ROOT": str(ROOT), "TERM": os.environ.get("TERM", "dumb") if sys.stdout.isatty() else "dumb"}
+    variables |= {"ROOT": str(ROOT), "HOSTNAME": os.uname().nodename}
+    variables |= {"TERM": os.environ.get("TERM", "dumb") if sys.stdout.isatty() else "dumb"}
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
     (job / "job.sh").write_text("".join(lines) + f"job() {{ {shlex.join(command)}; }}\n")
     shutil.copy(HERE / "start.sh", job)
