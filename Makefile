@@ -27,7 +27,7 @@ demo: build
 
 # What has no deadlines of its own to keep runs beside the rest.
 BESIDE := $(addprefix tests/test_,layout.py plan.py plan_faults.py simulator.py timing.py bench.py info.py gpu.py \
-    kernels.py stub.py nics.py)
+    kernels.py stub.py nics.py gpu_rdma.py)
 
 test: build
 	$(BIN)/python -m pytest $(BESIDE) > beside.log 2>&1 & beside=$$!; \

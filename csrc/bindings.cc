@@ -220,13 +220,29 @@ void make_gpu(GpuHandle *self, const std::string &runtime, int ordinal, const nb
 // hdma/nics.py: device, port, GID index, MTU in bytes, service level, traffic class, time-out exponent, retries.
 using NicRow = std::tuple<std::string, int, int, uint32_t, uint8_t, uint8_t, uint8_t, uint8_t>;
 
+NicChoice choice_of(const NicRow &row) {
+    const auto &[device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries] = row;
+    return {device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries};
+}
+
+// Why the device cannot reach the window; empty if it can.
+std::string no_dma_buf(GpuHandle &gpu, const NicRow &nic, int rank, size_t window_nbytes) {
+    nb::gil_scoped_release unlocked;
+    try {
+        try_dma_buf(choice_of(nic), rank, {gpu.memory->window(rank), window_nbytes, 0, gpu.memory->export_window()});
+        return "";
+    } catch (const Error &error) {
+        return error.text;
+    }
+}
+
 EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_count, size_t window_nbytes,
                           double timeout_s, const std::string &limit, double spin_s,
                           std::vector<std::string> flag_names,
                           const std::vector<std::tuple<int, int, int, int, int>> &peers,
                           const std::vector<std::tuple<int, int, std::string>> &control,
                           const std::vector<std::tuple<int, int, int>> &links, const std::optional<NicRow> &nic,
-                          const EngineHandle *first, const GpuHandle *gpu) {
+                          const EngineHandle *first, const GpuHandle *gpu, bool dma_buf) {
     Engine::Config config;
     config.rank = rank;
     config.size = size;
@@ -242,13 +258,10 @@ EngineHandle *make_engine(int rank, int size, size_t flag_count, size_t ring_cou
         config.peers.push_back({peer, Fd(flags_fd), Fd(window_fd), Fd(doorbell_fd), pid});
     for (const auto &[peer, fd, name] : control) config.control.push_back({peer, Fd(fd), name});
     for (auto [peer, lane, fd] : links) config.links.push_back({peer, static_cast<Lane>(lane), Fd(fd)});
-    if (nic) {
-        const auto &[device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries] = *nic;
-        config.nic = NicChoice{device, port, gid_index, mtu_nbytes, service_level, traffic_class, timeout, retries};
-    }
+    if (nic) config.nic = choice_of(*nic);
     if (first) config.ties = (*first)->ties();
     if (gpu)
-        config.make_device = [memory = gpu->memory, rank, wire_nbytes = links.empty() ? 0 : window_nbytes](
+        config.make_device = [memory = gpu->memory, rank, wire_nbytes = links.empty() || dma_buf ? 0 : window_nbytes](
                                  std::vector<WindowPart> parts, std::shared_ptr<Shared> shared, Fault &fault) {
             auto own = std::find_if(parts.begin(), parts.end(), [&](const WindowPart &part) { return part.rank == rank; });
             return memory->device(std::move(own->memory), wire_nbytes, std::move(shared), fault);
@@ -387,6 +400,7 @@ NB_MODULE(_core, m) {
         .def("find", [](GpuHandle &g, uintptr_t at, size_t nbytes) {
             return g.memory->find(reinterpret_cast<const char *>(at), nbytes);
         })
+        .def("no_dma_buf", &no_dma_buf)
         .def("drop", [](GpuHandle &g, const AllocationHandle &own) { g.memory->drop(own.allocation); }, Unlocked())
         .def("close", [](GpuHandle &g, bool agreed) { g.memory->close(agreed); }, nb::arg("agreed") = true, Unlocked())
         // In a forked child: the driver is the parent's. Never destroyed.
@@ -396,7 +410,7 @@ NB_MODULE(_core, m) {
         .def(nb::new_(&make_engine), nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("flag_count"),
              nb::arg("ring_count"), nb::arg("window_nbytes"), nb::arg("timeout_s"), nb::arg("limit"), nb::arg("spin_s"),
              nb::arg("flag_names"), nb::arg("peers"), nb::arg("control"), nb::arg("links"), nb::arg("nic").none() = nb::none(),
-             nb::arg("first").none() = nb::none(), nb::arg("gpu").none() = nb::none())
+             nb::arg("first").none() = nb::none(), nb::arg("gpu").none() = nb::none(), nb::arg("dma_buf") = false)
         .def("run",
              [](EngineHandle &e, const RequestHandle &request, uintptr_t input, uintptr_t output, uintptr_t stream) {
                  Call call = make_call(request, input, output, stream);

@@ -55,10 +55,11 @@ Engine::Engine(Config config)
         windows_open_ = true;
     }
     if (!config_.links.empty()) {
-        Landing landing{device_->wire_window(), config_.window_nbytes, static_cast<uint32_t>(config_.flag_count)};
+        Landing landing{device_->wire_window(), config_.window_nbytes, static_cast<uint32_t>(config_.flag_count),
+                        device_->wire_export(), device_->wire_flushes()};
         proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, landing.window, device_->streams(), *shared_, *ties_->calls, fault);
-        proxy_->start(config_.nic ? verbs_wire(*config_.nic, rank, std::move(config_.links), landing, *proxy_)
-                                  : tcp_wire(std::move(config_.links), landing, *proxy_));
+        proxy_->start(config_.nic ? verbs_wire(*config_.nic, rank, std::move(config_.links), std::move(landing), *proxy_)
+                                  : tcp_wire(std::move(config_.links), std::move(landing), *proxy_));
     }
     ties_->calls->add(shared_);  // Last, so that an engine that cannot be made leaves nothing there.
     if (first_) ties_->control->start();

@@ -197,6 +197,13 @@ SERVICE_LEVEL: Variable[int] = Variable(
 TRAFFIC_CLASS: Variable[int] = Variable(
     "HDMA_TRAFFIC_CLASS", _number(0, "classes", high=255), 0, "the traffic class (RoCE: IP TOS) of RDMA packets", True
 )
+GPU_RDMA = Variable(
+    "HDMA_GPU_RDMA",
+    _one_of("off", "auto"),
+    "off",
+    "whether NICs reach the memory of GPUs: auto (by dma-buf, where all ranks can) or off (by way of host memory)",
+    True,
+)
 QP_TIMEOUT: Variable[int] = Variable(
     "HDMA_QP_TIMEOUT",
     _number(0, "powers of two", high=31),
@@ -229,6 +236,7 @@ TABLE: tuple[Variable[Any], ...] = (
     MTU_NBYTES,
     SERVICE_LEVEL,
     TRAFFIC_CLASS,
+    GPU_RDMA,
     QP_TIMEOUT,
     QP_RETRIES,
     RENDEZVOUS,

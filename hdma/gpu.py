@@ -49,7 +49,6 @@ class GpuSide:
             chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
             window_nbytes = env.WINDOW_NBYTES.read() or DEFAULT_WINDOW_NBYTES
             layout = Layout.for_window(topology, SLOTS, window_nbytes, chunk_nbytes)
-            self.requests = Requests(layout, rank, gpu=self.runtime)
             self._memory = _core.Gpu(
                 runtime=self.runtime,
                 ordinal=index,
@@ -64,6 +63,9 @@ class GpuSide:
             window = self._memory.allocate(layout.window_nbytes, f"rank {rank} cannot allocate its window")
             self._share(meeting, window, {"runtime": self.runtime})
             nic = self._nic(meeting, peers) if peers.ports else None
+            dma_buf = nic is not None and self._reached(meeting, nic, layout.window_nbytes)
+            host_wire = topology.nodes > 1 and not dma_buf
+            self.requests = Requests(layout, rank, gpu=self.runtime, host_wire=host_wire)
             connect.connect(meeting, again, _core.flags_nbytes(layout.flag_count), timeout_s)
             # The first engine's control links serve all.
             _close(again.control.values())
@@ -87,6 +89,7 @@ class GpuSide:
                 nic=nic,
                 first=first,
                 gpu=self._memory,
+                dma_buf=dma_buf,
             )
             meeting.exchange("ready", b"", timeout_s)
         except BaseException as error:
@@ -109,6 +112,17 @@ class GpuSide:
         cards = [json.loads(each) for each in meeting.exchange("nic", card, self._timeout_s)]
         ports = nics.decide(cards, self._topology, peers.names, env.WIRE.read())
         return nics.settings(ports[self._rank], self._timeout_s)
+
+    def _reached(self, meeting: Rendezvous, nic: nics.Settings, window_nbytes: int) -> bool:
+        """Whether the ranks' NICs reach their windows by dma-buf: all, or none uses it."""
+        if env.GPU_RDMA.read() == "off":
+            return False
+        why_not = self._memory.no_dma_buf(nic, self._rank, window_nbytes)
+        reasons = [raw.decode() for raw in meeting.exchange("dma-buf", why_not.encode(), self._timeout_s)]
+        reason = next(filter(None, reasons), "")
+        if reason and self._rank == 0:
+            env.debug("WARN", f"what is on GPUs goes to other nodes by way of host memory: {reason}")
+        return not reason
 
     def symmetric(self, buffer: _core.Buffer, in_place: bool) -> tuple[int, int, bool] | None:
         """Number and offset of the symmetric memory that holds the buffer, with what it is to the call."""

@@ -56,10 +56,13 @@ class _Piece(NamedTuple):
 class Requests:
     """The requests of one rank on one layout. Raises `UsageError` for dtypes and operations that there are not."""
 
-    def __init__(self, layout: Layout, rank: int, direct: bool = False, gpu: str = "") -> None:
-        """`direct`: node mates may read each other's tensors. `gpu`: its runtime, where the tensors are on one."""
+    def __init__(self, layout: Layout, rank: int, direct: bool = False, gpu: str = "", host_wire: bool = False) -> None:
+        """`direct`: node mates may read each other's tensors. `gpu`: its runtime, where the tensors are on one.
+
+        `host_wire`: the wire takes host memory only.
+        """
         self._direct, self._where = direct, f" on {gpu}" if gpu else ""
-        self._base = Variant(batched=bool(gpu), host_wire=bool(gpu) and layout.topology.nodes > 1)
+        self._base = Variant(batched=bool(gpu), host_wire=host_wire)
         self._layout, self._rank, self._size = layout, rank, layout.topology.size
         # The C cache: as quick as a dictionary, and threads may share it.
         self.moved = lru_cache(_CACHED)(self._moved)

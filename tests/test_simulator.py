@@ -87,6 +87,15 @@ def test_tensors_read_where_they_are() -> None:
         build("all_gather", Layout(Topology(2, 2), 1, CHUNK_NBYTES), CHUNK_NBYTES, Variant(skew=0, direct=True))
 
 
+def test_plans_for_gpus_that_a_nic_reaches() -> None:
+    word = "".join(a + b for a in NAMES for b in NAMES)
+    for nodes, mates in [(2, 1), (3, 2), (2, 3)]:
+        for slots, chunks, skew in ((1, 3, 0), (4, 5, 1)):
+            prove(calls(word, nodes, mates, slots, chunks, skew, root=nodes * mates - 1, batched=True))
+            prove(calls("arara", nodes, mates, slots, min(slots, chunks), skew, shard_major=True, batched=True))
+    prove(calls("arAotra", 4, 8, slots=1, chunks=2, batched=True))
+
+
 def test_plans_for_gpus() -> None:
     # Windows whose rails go through host memory, copies of node mates in batches.
     word = "".join(a + b for a in NAMES for b in NAMES)

@@ -22,6 +22,9 @@ using Pointer = unsigned long long;
 
 constexpr Result kNotReady = 600;
 constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76, kDeviceOrdinal = 9;
+// CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING and its value ALL_DEVICES: any GPU sees in order what a NIC writes.
+constexpr int kRdmaWritesOrdering = 118, kOrderedForAllDevices = 200;
+constexpr int kDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 constexpr unsigned kNonBlocking = 1, kDisableTiming = 2, kLazyPeerAccess = 1, kPortableMapped = 3;
 constexpr unsigned kGreaterOrEqual = 0;
 // Below this many hardware queues a stream that waits may stop all others (measured on an H200: one of 1, 8 of 8).
@@ -62,6 +65,7 @@ struct Functions {
     Result (*priorities)(int *, int *);
     Result (*allocate)(Pointer *, size_t), (*free)(Pointer), (*memory)(size_t *, size_t *);
     Result (*get_handle)(IpcHandle *, Pointer), (*open_handle)(Pointer *, IpcHandle, unsigned), (*close_handle)(Pointer);
+    Result (*range_handle)(void *, Pointer, size_t, int, unsigned long long);
     Result (*host_register)(void *, size_t, unsigned), (*host_unregister)(void *);
     Result (*host_pointer)(Pointer *, void *, unsigned);
     Result (*stream_create)(Stream *, unsigned, int), (*stream_capturing)(Stream, int *);
@@ -101,6 +105,7 @@ class Cuda final : public Runtime {
         find(f_.get_handle, "cuIpcGetMemHandle");
         find(f_.open_handle, "cuIpcOpenMemHandle_v2");
         find(f_.close_handle, "cuIpcCloseMemHandle");
+        library_.find(f_.range_handle, "cuMemGetHandleForAddressRange", true);  // from CUDA 11.7 on
         find(f_.host_register, "cuMemHostRegister_v2");
         find(f_.host_unregister, "cuMemHostUnregister");
         find(f_.host_pointer, "cuMemHostGetDevicePointer_v2");
@@ -191,6 +196,20 @@ class Cuda final : public Runtime {
         return reinterpret_cast<char *>(p);
     }
     void close(char *mapped) noexcept override { f_.close_handle(pointer(mapped)); }
+
+    int export_memory(char *memory, size_t nbytes) override {
+        int fd = -1;
+        if (!f_.range_handle) throw Error(Kind::Device, "the CUDA driver has no cuMemGetHandleForAddressRange: too old");
+        check(f_.range_handle(&fd, reinterpret_cast<Pointer>(memory), nbytes, kDmaBuf, 0),
+              "cuMemGetHandleForAddressRange(%zu bytes, dma-buf)", nbytes);
+        return fd;
+    }
+
+    bool flushes(int ordinal) override {
+        int ordering = 0;
+        check(f_.device_attribute(&ordering, kRdmaWritesOrdering, device_of(ordinal)), "cuDeviceGetAttribute()");
+        return ordering < kOrderedForAllDevices;
+    }
 
     char *pin(void *memory, size_t nbytes) override {
         Pointer p = 0;

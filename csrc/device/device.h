@@ -48,6 +48,9 @@ class Device {
     virtual void allocate_window() = 0;
     virtual char *window(int rank) = 0;  // of this rank or of a node mate, at its address in this process
     virtual char *wire_window() = 0;     // of this rank: what the wire reads and writes
+    // Of a wire window in memory of a GPU: its dma-buf, and whether what a NIC writes there has to be flushed.
+    virtual Fd wire_export() { return Fd(); }
+    virtual bool wire_flushes() { return false; }
 
     // `streaming`: nobody reads the destination soon.
     virtual void copy(Lane lane, Spot dst, Spot src, size_t nbytes, bool streaming) = 0;

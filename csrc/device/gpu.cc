@@ -123,7 +123,12 @@ class GpuDevice final : public Device {
 
     void allocate_window() override {}  // By GpuMemory, before the ranks agreed.
     char *window(int rank) override { return memory_->window(rank); }
-    char *wire_window() override { return pins_->wire_window(); }
+    char *wire_window() override {
+        char *host = pins_->wire_window();
+        return host ? host : memory_->window(rank_);
+    }
+    Fd wire_export() override { return pins_->wire_window() ? Fd() : memory_->export_window(); }
+    bool wire_flushes() override { return !pins_->wire_window() && runtime_.flushes(card_.ordinal()); }
     char *mapped(int mate, const char *own) override { return memory_->mapped(mate, own); }
 
     void copy(Lane lane, Spot dst, Spot src, size_t nbytes, bool) override {
@@ -325,7 +330,7 @@ std::shared_ptr<const GpuMemory::Allocation> GpuMemory::allocate(size_t nbytes, 
     auto allocation = std::make_unique<Allocation>();
     allocation->nbytes = nbytes;
     try {
-        allocation->at = card_->runtime().allocate(std::max<size_t>(nbytes, 1));
+        allocation->at = card_->runtime().allocate(whole_pages(std::max<size_t>(nbytes, 1)));
         allocation->handle = card_->runtime().handle(allocation->at);
     } catch (const Error &error) {
         if (allocation->at) card_->runtime().free(allocation->at);
@@ -402,6 +407,13 @@ void GpuMemory::close(bool agreed) {
     if (mates_->shared) mates_->shared->board(rank_).unmapped.store(1, std::memory_order_seq_cst);
     memory.clear();
     card_->sweep();
+}
+
+Fd GpuMemory::export_window() {
+    Current here = card_->current();
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Allocation &window = *memory_.at(0).own;
+    return Fd(card_->runtime().export_memory(window.at, whole_pages(window.nbytes)));
 }
 
 std::pair<uint32_t, size_t> GpuMemory::find(const char *at, size_t nbytes) {

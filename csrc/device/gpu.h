@@ -6,7 +6,8 @@
 //     window of a rank         plain device memory, mapped by its node mates
 //     flags, boards            Shared: host memory, mapped and pinned by all mates, so that CPUs can write every word
 //                              that a stream waits on
-//     window for the wire      host memory of this rank, pinned: what goes to other nodes is copied there by plan
+//     window for the wire      the window itself, where NICs reach it by dma-buf (all ranks agree on that); otherwise
+//                              host memory of this rank, pinned: what goes to other nodes is copied there by plan
 //
 // Steps of a lane are gathered and handed to the driver in groups: words in one call, copies that do not depend on one
 // another in one batch. What moves between two GPUs, or to and from the host, goes by copy engine; what stays on one
@@ -52,6 +53,8 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
     std::pair<uint32_t, size_t> find(const char *at, size_t nbytes);
     char *mapped(int rank, const char *own);
     char *window(int rank) { return windows_[rank]; }
+    // A dma-buf of the window, whole pages of the host. Throws Error(Device) where there can be none.
+    Fd export_window();
     bool same_gpu(int a, int b) const { return pci_[a] == pci_[b]; }
 
     std::unique_ptr<Device> device(Fd wire_memory, size_t wire_nbytes, std::shared_ptr<Shared> shared, Fault &fault);

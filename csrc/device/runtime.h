@@ -67,6 +67,10 @@ class Runtime {
     virtual IpcHandle handle(char *memory) = 0;
     virtual char *open(const IpcHandle &handle) = 0;
     virtual void close(char *mapped) noexcept = 0;
+    // A dma-buf of memory of allocate(), by which a NIC can reach it; throws where the system has none.
+    virtual int export_memory(char *, size_t) { throw Error(Kind::Device, "its runtime is not known to export memory to NICs"); }
+    // Whether what a NIC has written is seen by every GPU only after the NIC has read there.
+    virtual bool flushes(int) { return true; }
     // Host memory, whole pages, for the GPU to use; returns its address there.
     virtual char *pin(void *memory, size_t nbytes) = 0;
     virtual void unpin(void *memory) noexcept = 0;

@@ -59,6 +59,7 @@ Functions open() {
     need(library, f.wc_status_str, "ibv_wc_status_str");
     need(library, f.event_type_str, "ibv_event_type_str");
     need(library, f.fork_init, "ibv_fork_init");
+    find(library, f.reg_dmabuf_mr, "ibv_reg_dmabuf_mr", "IBVERBS_1.12");
     find(library, f.is_fork_initialized, "ibv_is_fork_initialized", "IBVERBS_1.13");
     // Queues and completions lie in memory that a fork would copy on the next write, away from the device, unless the
     // kernel copies it in the child (from 5.12 on) or the library keeps it from the child. It refuses where another

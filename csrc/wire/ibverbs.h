@@ -68,7 +68,7 @@ struct Piece {  // of memory: a scatter/gather element
     uint32_t nbytes, lkey;
 };
 
-enum Opcode : uint32_t { kWrite = 0, kSend = 2 };
+enum Opcode : uint32_t { kWrite = 0, kSend = 2, kRead = 4 };
 constexpr uint32_t kSignaled = 1u << 1, kInline = 1u << 3;
 
 struct SendRequest {
@@ -183,7 +183,7 @@ constexpr int kSetState = 1 << 0, kSetAccess = 1 << 3, kSetPkey = 1 << 4, kSetPo
               kSetReceivePsn = 1 << 12, kSetMaxReads = 1 << 13, kSetMinRnrTimer = 1 << 15, kSetSendPsn = 1 << 16,
               kSetMaxReadsServed = 1 << 17, kSetRemoteQp = 1 << 20;
 
-constexpr int kLocalWrite = 1 << 0, kRemoteWrite = 1 << 1;
+constexpr int kLocalWrite = 1 << 0, kRemoteWrite = 1 << 1, kRemoteRead = 1 << 2;
 
 enum EventType : uint32_t {
     kCqError = 0, kQpFatal = 1, kQpRequestError = 2, kQpAccessError = 3, kDeviceFatal = 8
@@ -212,6 +212,8 @@ struct Functions {
     int (*dealloc_pd)(Pd *);
     Mr *(*reg_mr)(Pd *, void *addr, size_t length, int access);
     int (*dereg_mr)(Mr *);
+    // Null before rdma-core 34.
+    Mr *(*reg_dmabuf_mr)(Pd *, uint64_t offset, size_t length, uint64_t iova, int fd, int access);
     Channel *(*create_comp_channel)(Context *);
     int (*destroy_comp_channel)(Channel *);
     Cq *(*create_cq)(Context *, int count, void *cq_context, Channel *, int vector);

@@ -152,6 +152,18 @@ ibv::Mr *Nic::reg(void *addr, size_t nbytes, const std::string &what) {
     return region;
 }
 
+ibv::Mr *Nic::reg_dma_buf(int fd, void *addr, size_t nbytes, const std::string &what) {
+    if (!ibv_.reg_dmabuf_mr)
+        throw Error(Kind::Wire, format("rank %d: libibverbs has no ibv_reg_dmabuf_mr: update rdma-core (34 or later)", rank_));
+    ibv::Mr *region = ibv_.reg_dmabuf_mr(pd_, 0, nbytes, reinterpret_cast<uint64_t>(addr), fd,
+                                         ibv::kLocalWrite | ibv::kRemoteWrite | ibv::kRemoteRead);
+    if (!region)
+        fail(format("register %s (%zu bytes of GPU memory)", what.c_str(), nbytes), errno,
+             "Its driver, or the kernel, takes no dma-buf of this GPU");
+    regions_.push_back(region);
+    return region;
+}
+
 ibv::Qp *Nic::make_qp(uint32_t max_sends, uint32_t max_receives, uint32_t &inline_nbytes) {
     ibv::QpInit init{};
     init.send_cq = init.recv_cq = cq_;
@@ -168,7 +180,7 @@ ibv::Qp *Nic::make_qp(uint32_t max_sends, uint32_t max_receives, uint32_t &inlin
     ibv::QpAttr attr{};
     attr.state = ibv::kInit;
     attr.port = static_cast<uint8_t>(choice_.port);
-    attr.access = ibv::kRemoteWrite;
+    attr.access = ibv::kRemoteWrite | ibv::kRemoteRead;
     if (int error = ibv_.modify_qp(qp, &attr, ibv::kSetState | ibv::kSetPkey | ibv::kSetPort | ibv::kSetAccess))
         fail("prepare a queue pair", error, "Look at the kernel's log");
     return qp;

@@ -34,6 +34,7 @@ class Nic {
     void forget();
 
     ibv::Mr *reg(void *addr, size_t nbytes, const std::string &what);
+    ibv::Mr *reg_dma_buf(int fd, void *addr, size_t nbytes, const std::string &what);
     // Sets `inline_nbytes` to 0 where the device has not so much room for inline data.
     ibv::Qp *make_qp(uint32_t max_sends, uint32_t max_receives, uint32_t &inline_nbytes);
     QpAddress address_of(const ibv::Qp *qp, uint32_t psn) const;

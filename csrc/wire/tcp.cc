@@ -56,8 +56,8 @@ struct Connection {
 
 class Tcp final : public Wire {
   public:
-    Tcp(std::vector<LinkPart> parts, const Landing &landing, Sink &sink)
-        : landing_(landing), sink_(sink), connections_(parts.size()) {
+    Tcp(std::vector<LinkPart> parts, Landing landing, Sink &sink)
+        : landing_(std::move(landing)), sink_(sink), connections_(parts.size()) {
         for (size_t i = 0; i < parts.size(); ++i) {
             connections_[i].peer = parts[i].peer;
             connections_[i].lane = parts[i].lane;
@@ -224,8 +224,8 @@ class Tcp final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, const Landing &landing, Wire::Sink &sink) {
-    return std::make_unique<Tcp>(std::move(parts), landing, sink);
+std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink) {
+    return std::make_unique<Tcp>(std::move(parts), std::move(landing), sink);
 }
 
 }  // namespace hdma

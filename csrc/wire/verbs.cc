@@ -18,7 +18,9 @@
 // posted before its message have been placed (InfiniBand Architecture Specification, volume 1, "Ordering of completion
 // at the responder": a receive's completion guarantees that earlier messages of the connection are in memory). Memory
 // is registered without relaxed ordering, so that the bus keeps that order too. A send completes when the peer's device
-// has acknowledged it and so all before it: then the source may be reused.
+// has acknowledged it and so all before it: then the source may be reused. Into memory of a GPU, writes may be under way
+// on the bus when the completion is seen: there a flag is raised only after a read of that memory by the same device,
+// which the bus does not let pass the writes before it (PCI Express ordering rules; NCCL's network plugin does so too).
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
@@ -60,6 +62,7 @@ struct Greeting {  // over the socket
 // Which request completed: its connection, and whether it was a receive into a slot (a failed completion says nothing
 // else).
 constexpr uint32_t kSent = ~0u;
+constexpr uint64_t kFlush = ~0ull;
 uint64_t request_id(size_t connection, uint32_t slot) { return static_cast<uint64_t>(connection) << 32 | slot; }
 
 // Shared, so that a fork does not copy it away from the device.
@@ -77,20 +80,26 @@ struct Mapping {
     }
 };
 
+ibv::Mr *register_window(Nic &nic, const Landing &landing) {
+    if (landing.dma_buf.valid())
+        return nic.reg_dma_buf(landing.dma_buf.get(), landing.window, landing.window_nbytes, "its window");
+    return nic.reg(landing.window, landing.window_nbytes, "its window");
+}
+
 class Verbs final : public Wire {
   public:
-    Verbs(const NicChoice &choice, int rank, std::vector<LinkPart> parts, const Landing &landing, Sink &sink)
-        : nic_(choice, rank), rank_(rank), landing_(landing), sink_(sink), connections_(parts.size()) {
-        size_t pieces = (landing.window_nbytes + nic_.max_piece_nbytes() - 1) / nic_.max_piece_nbytes();
+    Verbs(const NicChoice &choice, int rank, std::vector<LinkPart> parts, Landing landing, Sink &sink)
+        : nic_(choice, rank), rank_(rank), landing_(std::move(landing)), sink_(sink), connections_(parts.size()) {
+        size_t pieces = (landing_.window_nbytes + nic_.max_piece_nbytes() - 1) / nic_.max_piece_nbytes();
         if (pieces + 1 > nic_.max_requests())
             throw Error(Kind::Usage, format("rank %d: %s takes %u requests of %zu bytes, too few for a window of %llu bytes: set "
                                             "HDMA_WINDOW_BYTES lower", rank, nic_.name().c_str(), nic_.max_requests(),
-                                            nic_.max_piece_nbytes(), static_cast<unsigned long long>(landing.window_nbytes)));
+                                            nic_.max_piece_nbytes(), static_cast<unsigned long long>(landing_.window_nbytes)));
         depth_ = static_cast<uint32_t>(std::min<size_t>(kOutstanding * (pieces + 1), nic_.max_requests()));
         requests_.resize(pieces + 1);
         pieces_.resize(pieces + 1);
         // Requests without a notice of their own complete too, once a queue pair fails.
-        nic_.make_queue(connections_.size() * (depth_ + kReceives));
+        nic_.make_queue(connections_.size() * (depth_ + kReceives) + 1);
         epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
         if (!epoll_.valid()) throw Error(Kind::Wire, "epoll_create1: " + errno_text(errno));
         for (size_t i = 0; i < parts.size(); ++i) {
@@ -192,9 +201,10 @@ class Verbs final : public Wire {
     // The window is there once a peer is to be reached; its pages are pinned from now on.
     void register_memory() {
         if (window_) return;
-        messages_.allocate(connections_.size() * kSlots * sizeof(Message));
+        messages_.allocate(connections_.size() * kSlots * sizeof(Message) + sizeof(uint64_t));
         message_region_ = nic_.reg(messages_.at, messages_.nbytes, "its messages");
-        window_ = nic_.reg(landing_.window, landing_.window_nbytes, "its window");
+        window_ = register_window(nic_, landing_);
+        if (landing_.flushes) make_flusher();
     }
 
     static constexpr uint32_t kSlots = kReceives + kOutstanding;
@@ -317,6 +327,7 @@ class Verbs final : public Wire {
         ibv::Completion completions[kPolled];
         int count = nic_.poll(completions, kPolled);
         for (int i = 0; i < count; ++i) completed(completions[i]);
+        flush_window();
         if (count == 0)
             for (Connection &c : connections_)
                 if (!c.flushed.empty()) lose(c, c.flushed);
@@ -324,6 +335,7 @@ class Verbs final : public Wire {
     }
 
     void completed(const ibv::Completion &completion) {
+        if (completion.wr_id == kFlush) return flushed(completion);
         Connection &c = connections_[completion.wr_id >> 32];
         auto number = static_cast<uint32_t>(completion.wr_id);
         if (completion.status == ibv::kFlushed) {
@@ -349,8 +361,47 @@ class Verbs final : public Wire {
             return lose(c, "garbled message");
         }
         sink_.announced(c.peer, message.fingerprint);
-        sink_.arrived(message.flag, message.value);
+        if (flusher_)
+            landed_.push_back({message.flag, message.value});
+        else
+            sink_.arrived(message.flag, message.value);
         if (!c.lost) receive(c, number);
+    }
+
+    // A queue pair to itself, by which the device reads from the window: what it wrote there before has then landed.
+    void make_flusher() {
+        uint32_t no_inline = 0;
+        flusher_ = nic_.make_qp(1, 1, no_inline);
+        QpAddress own = nic_.address_of(flusher_, 0);
+        nic_.link(flusher_, own, own, rank_);
+    }
+
+    // One read covers all that came before it was posted.
+    void flush_window() {
+        if (landed_.empty() || !flushing_.empty()) return;
+        flushing_.swap(landed_);
+        ibv::Piece piece{reinterpret_cast<uint64_t>(messages_.at + messages_.nbytes - sizeof(uint64_t)), sizeof(uint64_t),
+                         message_region_->lkey};
+        ibv::SendRequest read{}, *bad;
+        read.wr_id = kFlush;
+        read.pieces = &piece;
+        read.piece_count = 1;
+        read.opcode = ibv::kRead;
+        read.flags = ibv::kSignaled;
+        read.remote = {reinterpret_cast<uint64_t>(landing_.window), window_->rkey};
+        if (int error = flusher_->context->ops.post_send(flusher_, &read, &bad))
+            throw Error(Kind::Wire, format("rank %d cannot post a read of its window on %s: %s", rank_, nic_.name().c_str(),
+                                           errno_text(error).c_str()));
+    }
+
+    void flushed(const ibv::Completion &completion) {
+        if (completion.status != ibv::kSuccess)
+            throw Error(Kind::Wire, format("a read of its window by %s failed: %s (status %u, vendor error 0x%x). Look at the "
+                                           "kernel's log, or set HDMA_GPU_RDMA=off", nic_.name().c_str(),
+                                           nic_.ibv().wc_status_str(completion.status), completion.status,
+                                           completion.vendor_error));
+        for (const Arrival &arrival : flushing_) sink_.arrived(arrival.flag, arrival.value);
+        flushing_.clear();
     }
 
     void lose(Connection &c, const std::string &reason) {
@@ -408,6 +459,11 @@ class Verbs final : public Wire {
     uint32_t depth_ = 0;
     bool armed_ = false;
     ibv::Mr *window_ = nullptr, *message_region_ = nullptr;
+    struct Arrival {
+        uint32_t flag, value;
+    };
+    ibv::Qp *flusher_ = nullptr;              // of a window in memory of a GPU
+    std::vector<Arrival> landed_, flushing_;  // to be read behind; read behind now
     std::vector<ibv::SendRequest> requests_;
     std::vector<ibv::Piece> pieces_;
     std::atomic<uint64_t> sent_nbytes_{0};
@@ -415,9 +471,14 @@ class Verbs final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> verbs_wire(const NicChoice &choice, int rank, std::vector<LinkPart> parts, const Landing &landing,
+std::unique_ptr<Wire> verbs_wire(const NicChoice &choice, int rank, std::vector<LinkPart> parts, Landing landing,
                                  Wire::Sink &sink) {
-    return std::make_unique<Verbs>(choice, rank, std::move(parts), landing, sink);
+    return std::make_unique<Verbs>(choice, rank, std::move(parts), std::move(landing), sink);
+}
+
+void try_dma_buf(const NicChoice &choice, int rank, const Landing &landing) {
+    Nic nic(choice, rank);
+    register_window(nic, landing);
 }
 
 }  // namespace hdma

@@ -74,10 +74,13 @@ struct Landing {
     char *window;
     uint64_t window_nbytes;
     uint32_t flag_count;
+    // Of a window in memory of a GPU: its dma-buf, and whether it is seen to have landed only after a read from there.
+    Fd dma_buf;
+    bool flushes = false;
 };
 
 // TCP between rail peers (tcp.cc).
-std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, const Landing &landing, Wire::Sink &sink);
+std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink);
 
 // Which RDMA device, and how its queue pairs are set up (hdma/nics.py, hdma/env.py).
 struct NicChoice {
@@ -90,7 +93,9 @@ struct NicChoice {
 
 // RDMA writes between rail peers (verbs.cc); the sockets only carry the addresses of queue pairs. Throws Error(Wire)
 // where the device cannot be used.
-std::unique_ptr<Wire> verbs_wire(const NicChoice &choice, int rank, std::vector<LinkPart> parts, const Landing &landing,
+std::unique_ptr<Wire> verbs_wire(const NicChoice &choice, int rank, std::vector<LinkPart> parts, Landing landing,
                                  Wire::Sink &sink);
+// Whether the device reaches a window in memory of a GPU; if not, throws Error(Wire) with the reason.
+void try_dma_buf(const NicChoice &choice, int rank, const Landing &landing);
 
 }  // namespace hdma

@@ -117,7 +117,9 @@ def _why(offers: Sequence[dict[str, Any]], own: nics.Offer) -> str:
 
 def gpu_memory() -> str:
     """How the memory of GPUs reaches a NIC."""
-    return "by way of pinned host memory: this version registers no memory of GPUs with a NIC (dma-buf)"
+    if env.GPU_RDMA.read() == "off":
+        return "by way of pinned host memory (HDMA_GPU_RDMA=auto tries dma-buf, which no machine has shown to work yet)"
+    return "by dma-buf where the NICs of all ranks can, which their first call finds out and tells where they cannot"
 
 
 def checks(facts: Facts, row: Found) -> list[Check]:

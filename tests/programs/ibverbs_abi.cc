@@ -63,6 +63,7 @@ SAME(ReceiveRequest, pieces, ibv_recv_wr, sg_list);
 SAME(ReceiveRequest, piece_count, ibv_recv_wr, num_sge);
 SAME_VALUE(kWrite, IBV_WR_RDMA_WRITE);
 SAME_VALUE(kSend, IBV_WR_SEND);
+SAME_VALUE(kRead, IBV_WR_RDMA_READ);
 SAME_VALUE(kSignaled, IBV_SEND_SIGNALED);
 SAME_VALUE(kInline, IBV_SEND_INLINE);
 
@@ -146,6 +147,7 @@ SAME_VALUE(kSetMaxReadsServed, IBV_QP_MAX_DEST_RD_ATOMIC);
 SAME_VALUE(kSetRemoteQp, IBV_QP_DEST_QPN);
 SAME_VALUE(kLocalWrite, IBV_ACCESS_LOCAL_WRITE);
 SAME_VALUE(kRemoteWrite, IBV_ACCESS_REMOTE_WRITE);
+SAME_VALUE(kRemoteRead, IBV_ACCESS_REMOTE_READ);
 
 SAME_SIZE(Event, ibv_async_event);
 SAME(Event, type, ibv_async_event, event_type);

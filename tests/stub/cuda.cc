@@ -140,6 +140,7 @@ STUB_API int cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
         case 33: *value = bus; break;   // PCI bus
         case 40: *value = 3; break;     // copy engines
         case 75: *value = 9; break;     // compute capability
+        case 118: *value = rdma_ordering(); break;
         case 19:                        // can map host memory
         case 41:                        // unified addresses
         case 78:                        // stream priorities
@@ -475,6 +476,12 @@ STUB_API int cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     CHECK(!extra, kNotSupported);
     const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
     return launch(__func__, function, grid, block, stream, parameters);
+}
+
+STUB_API int cuMemGetHandleForAddressRange(void *handle, CUdeviceptr address, size_t nbytes, int type, unsigned long long flags) {
+    NEEDS(Device);
+    CHECK(type == 1 && flags == 0, kInvalidValue);
+    return export_file(static_cast<int *>(handle), address, nbytes);
 }
 
 // NVRTC 13.5 asks the driver for tables of its own, which has none.

@@ -777,6 +777,19 @@ int export_memory(IpcHandle *handle, uintptr_t address) {
     return kOk;
 }
 
+int rdma_ordering() { return number_of("STUB_RDMA_ORDERING", 0); }
+
+int export_file(int *fd, uintptr_t address, size_t nbytes) {
+    auto &m = machine();
+    Lock lock(m.mutex);
+    auto region = region_at(address, 1);
+    if (!fd || !region || region->origin != Origin::Allocated || region->base != address || nbytes % kPage ||
+        nbytes > (region->nbytes + kPage - 1) / kPage * kPage)
+        return kInvalidValue;
+    *fd = fcntl(region->fd, F_DUPFD_CLOEXEC, 0);
+    return *fd < 0 ? kOutOfMemory : kOk;
+}
+
 int import_memory(uintptr_t *address, const IpcHandle &handle, unsigned flags) {
     auto &m = machine();
     Ticket ticket;

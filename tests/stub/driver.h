@@ -9,6 +9,7 @@
 //   STUB_NO_PEER=1             no device reaches another one
 //   STUB_MEMORY_NBYTES=n       memory of a device, for each process
 //   STUB_FAIL=name:code[@n],.. the function fails with the code, from its n-th call of this process on (default: 1st)
+//   STUB_RDMA_ORDERING=200     any device sees in order what a NIC writes (default 0: none does)
 //   STUB_DELAY_US=n            each operation is delayed by 0..n us
 //   CUDA_DEVICE_MAX_CONNECTIONS=8, GPU_MAX_HW_QUEUES=4   streams that may wait for values, less one (see Gate)
 //   STUB_LOG=prefix            one line a call in <prefix>.<pid>: "what key=value ..."
@@ -100,6 +101,9 @@ struct IpcHandle {
     char bytes[64];
 };
 int export_memory(IpcHandle *handle, uintptr_t address);
+// stub: a file in the place of a dma-buf; of the start of an allocation, whole pages.
+int export_file(int *fd, uintptr_t address, size_t nbytes);
+int rdma_ordering();
 int import_memory(uintptr_t *address, const IpcHandle &handle, unsigned flags);
 int close_memory(uintptr_t address);  // waits for all streams of the current device
 

@@ -7,6 +7,7 @@
 //   STUB_IBV_DEVICES=mlx5_0,mlx5_1   the devices (default: these)
 //   STUB_IBV_DELAY_US=n              each request executes up to n us after it was posted
 //   STUB_IBV_MAX_MESSAGE=n           longest write, in bytes (default 1 GiB)
+//   STUB_IBV_NO_DMABUF=1             no memory of a GPU can be registered
 //   STUB_IBV_MTU=n                   of the ports (default 4096)
 //   STUB_IBV_FORBIDDEN=1             no device can be opened
 //   STUB_IBV_UNREACHABLE=1           no queue pair can be linked
@@ -26,6 +27,7 @@
 #include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <sys/uio.h>
@@ -173,7 +175,10 @@ bool execute(StubQp *qp, Request &r) {
         uint64_t one = 1;
         (void)!write(context->async_fd, &one, sizeof one);
     }
-    if (!status && r.request.opcode == kWrite) {
+    if (!status && r.request.opcode == kRead) {
+        std::memcpy(reinterpret_cast<void *>(r.pieces[0].addr), reinterpret_cast<void *>(r.request.remote.addr),
+                    r.pieces[0].nbytes);
+    } else if (!status && r.request.opcode == kWrite) {
         iovec from{reinterpret_cast<void *>(r.pieces[0].addr), r.pieces[0].nbytes};
         iovec to{reinterpret_cast<void *>(r.request.remote.addr), r.pieces[0].nbytes};
         ssize_t n = process_vm_writev(qp->remote_pid, &from, 1, &to, 1, 0);
@@ -352,6 +357,19 @@ Mr *ibv_reg_mr(Pd *pd, void *addr, size_t length, int) {
     static uint32_t key = 1;
     ++key;
     return new Mr{pd->context, pd, addr, length, 0, key, key};
+}
+// Over the stub of a GPU, whose memory is a file that the CPU cannot reach at the address that a program has of it:
+// the device can.
+Mr *ibv_reg_dmabuf_mr(Pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+    size_t whole = (length + 4095) / 4096 * 4096;
+    void *want = reinterpret_cast<void *>(iova);
+    if (number("STUB_IBV_NO_DMABUF", 0)) {
+        errno = EOPNOTSUPP;
+        return nullptr;
+    }
+    if (mmap(want, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) == MAP_FAILED)
+        return nullptr;
+    return ibv_reg_mr(pd, want, length, access);
 }
 int ibv_dereg_mr(Mr *region) {
     Lock lock(mutex_);
