@@ -52,9 +52,7 @@ struct Qp {
 };
 
 // Status of a completion; ibv_wc_status_str has the words.
-enum Status : uint32_t {
-    kSuccess = 0, kLocalProtection = 4, kFlushed = 5, kRemoteAccess = 10, kRetriesExceeded = 12, kNotReadyExceeded = 13
-};
+enum Status : uint32_t { kSuccess = 0, kFlushed = 5, kRemoteAccess = 10, kRetriesExceeded = 12 };
 
 struct Completion {
     uint64_t wr_id;

@@ -15,12 +15,12 @@
 // Threading: see wire.h; one thread.
 //
 // Ordering: a reliable queue pair executes its requests in the order posted, and a receive completes after the writes
-// posted before its message have been placed (InfiniBand Architecture Specification, volume 1, "Ordering of completion
-// at the responder": a receive's completion guarantees that earlier messages of the connection are in memory). Memory
-// is registered without relaxed ordering, so that the bus keeps that order too. A send completes when the peer's device
-// has acknowledged it and so all before it: then the source may be reused. Into memory of a GPU, writes may be under way
-// on the bus when the completion is seen: there a flag is raised only after a read of that memory by the same device,
-// which the bus does not let pass the writes before it (PCI Express ordering rules; NCCL's network plugin does so too).
+// posted before its message have been placed (InfiniBand Architecture Specification, volume 1, section 9.5, "Transaction
+// ordering"; NCCL and UCX rely on it as well). Memory is registered without relaxed ordering, so that the bus keeps that
+// order too. A send completes when the peer's device has acknowledged it and so all before it: then the source may be
+// reused. Into memory of a GPU, writes may be under way on the bus when the completion is seen: there a flag is raised
+// only after a read of that memory by the same device, which the bus does not let pass the writes before it (PCI Express
+// ordering rules; NCCL's network plugin does so too).
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>

@@ -37,11 +37,9 @@ SAME(Completion, immediate, ibv_wc, imm_data);
 SAME(Completion, qp_num, ibv_wc, qp_num);
 SAME(Completion, source_lid, ibv_wc, slid);
 SAME_VALUE(kSuccess, IBV_WC_SUCCESS);
-SAME_VALUE(kLocalProtection, IBV_WC_LOC_PROT_ERR);
 SAME_VALUE(kFlushed, IBV_WC_WR_FLUSH_ERR);
 SAME_VALUE(kRemoteAccess, IBV_WC_REM_ACCESS_ERR);
 SAME_VALUE(kRetriesExceeded, IBV_WC_RETRY_EXC_ERR);
-SAME_VALUE(kNotReadyExceeded, IBV_WC_RNR_RETRY_EXC_ERR);
 
 SAME_SIZE(Piece, ibv_sge);
 SAME(Piece, addr, ibv_sge, addr);
