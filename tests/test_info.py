@@ -518,6 +518,8 @@ def test_no_rdma_device(tree, monkeypatch):
     assert rdma.wire(row) == {"name": "verbs", "used": False, "library": "libibverbs.so.1", "devices": []}
     (check,) = rdma.checks(facts(), row)
     assert check.verdict == "ok" and "there is no RDMA device" in check.evidence and "TCP" in check.evidence
+    (check,) = rdma.checks(facts(), row | {"library": None})
+    assert check.verdict == "ok" and "nor is there libibverbs.so.1" in check.evidence and "apt" in check.evidence
     assert written._rdma(row) == ""
     monkeypatch.setenv("HDMA_WIRE", "verbs")
     (check,) = rdma.checks(facts(), rdma_row(tree))

@@ -150,7 +150,8 @@ def _usable(row: Found) -> Iterator[Check]:
         ports = [f"{offer['device']}:{offer['port']} ({offer['fabric']})" for offer in row["offers"]]
         yield Check("rdma", "ok", f"{devices}, usable: {', '.join(ports)}")
     elif reason["kind"] == "none" and wanted == "auto":
-        yield Check("rdma", "ok", f"{reason['text']}: between nodes is TCP")
+        missing = "" if row["library"] else f"; nor is there {LIBRARY}, which they would need ({_PACKAGES})"
+        yield Check("rdma", "ok", f"{reason['text']}: between nodes is TCP{missing}")
     else:
         remedy = f"{reason['remedy']}; or HDMA_WIRE=tcp on all ranks"
         yield Check("rdma", "fail" if wanted == "verbs" else "warn", reason["text"], remedy)
