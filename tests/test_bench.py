@@ -12,7 +12,9 @@ import operations
 import record
 import report_collectives
 import report_overlap
+import stub_verbs
 import torch
+import wire
 
 HEADER = {
     "kind": "header",
@@ -281,3 +283,42 @@ def test_arguments_of_collectives_refused(monkeypatch, args):
     with pytest.raises(SystemExit) as ended:
         collectives.parse_args()
     assert ended.value.code == 2
+
+
+def test_a_wire_alone(tmp_path):
+    args = ["--turns", "1", "--sizes", "64K", "--json", tmp_path / "w.json", "--devices", "mlx5_0:1,mlx5_1:1"]
+    done = run(
+        [sys.executable, ROOT / "bench" / "wire.py", *args], environment(**stub_verbs.variables(stub_verbs.build()))
+    )
+    assert done.code == 0, done.out
+    _, tcp, verbs = record.read(tmp_path / "w.json")
+    assert (tcp["wire"], verbs["wire"]) == ("tcp", "verbs") and not verbs["ib_write_bw_gb_s"]
+    for row in (tcp, verbs):
+        assert row["nbytes"] == 65536 and min(*row["gb_s"], *row["latency_s"], *row["post_s"]) > 0
+    assert [line.split()[0] for line in done.out.splitlines()[-2:]] == ["tcp", "verbs"]
+
+
+def test_a_wire_cannot_be_made(tmp_path):
+    args = [
+        sys.executable,
+        ROOT / "bench" / "wire.py",
+        "--turns",
+        "1",
+        "--sizes",
+        "64K",
+        "--devices",
+        "mlx5_7:1,mlx5_1:1",
+    ]
+    done = run(args, environment(**stub_verbs.variables(stub_verbs.build())))
+    assert done.code == 1 and "knows no device mlx5_7" in done.out and "Traceback" not in done.out, done.out
+
+
+def test_output_of_perftest():
+    output = """---------------------------------------------------------------------------------------
+ #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
+ 1048576    32             1.34               1.28                 0.000153
+---------------------------------------------------------------------------------------
+"""
+    assert wire.average_gb_s(output) == pytest.approx(0.16)
+    with pytest.raises(SystemExit, match="Unable to init"):
+        wire.average_gb_s("Unable to init the socket connection")

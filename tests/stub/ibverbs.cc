@@ -88,7 +88,15 @@ struct StubContext : Context {
 };
 struct StubChannel : Channel {
     int timer;
-    bool armed = false;
+    bool armed = false, ticking = false;
+
+    void tick(bool on) {
+        if (!on && !ticking) return;
+        itimerspec when{};
+        if (on) when.it_value.tv_nsec = 200 * 1000;
+        timerfd_settime(timer, 0, &when, nullptr);
+        ticking = on;
+    }
 };
 struct StubCq : Cq {
     StubChannel *channel;
@@ -209,9 +217,7 @@ void work(StubCq *cq) {
         if (!qp->sends.empty()) next = now + 200;
         deliver(qp);
     }
-    itimerspec timer{};
-    if (next || !cq->done.empty()) timer.it_value.tv_nsec = 200 * 1000;
-    timerfd_settime(cq->channel->timer, 0, &timer, nullptr);
+    cq->channel->tick(next || !cq->done.empty());
 }
 
 int poll_cq(Cq *any, int count, Completion *completions) {
@@ -255,7 +261,9 @@ int post_send(Qp *any, SendRequest *request, SendRequest **bad) {
         }
         qp->sends.push_back(std::move(r));
     }
-    work(static_cast<StubCq *>(qp->send_cq));
+    // Executed when the process polls, which the tick makes it do.
+    auto *channel = static_cast<StubCq *>(qp->send_cq)->channel;
+    if (!channel->ticking) channel->tick(true);
     return 0;
 }
 
