@@ -100,6 +100,37 @@ def test_a_process_forks(wire: str, request: pytest.FixtureRequest, tmp_path: Pa
     run_grid("forks.py", (2, 1), tmp_path, wire=wire)
 
 
+@pytest.mark.parametrize(
+    "program, grid, timeout_s",
+    [
+        ("late.py 1", (2, 1), 1),
+        ("disagree.py 3", (2, 2), 20),
+        ("disagree.py 2", (3, 1), 20),
+        ("unpushed.py", (2, 1), 60),
+        ("stopped.py 3.0", (2, 2), 1.5),
+        ("ending.py late", (2, 2), 5),
+        ("ending.py close", (2, 2), 20),
+        ("dropped.py", (2, 2), 20),
+        ("leaks.py 200 30", (2, 1), 60),
+    ],
+)
+def test_what_goes_wrong_over_tcp_too(program: str, grid: tuple[int, int], timeout_s: float, tmp_path: Path) -> None:
+    name, *args = program.split()
+    run_grid(name, grid, tmp_path, *args, wire="stub", HDMA_TIMEOUT_S=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "how", ["exception", "interrupted call", "closed by another thread", "killed with a child alive"]
+)
+def test_leaving(how: str, tmp_path: Path) -> None:
+    """A killed rank's child holds no descriptor of a device: the peers learn of the end at once."""
+    env = grid_env((2, 1), tmp_path, **(wires.settings("stub") | {"HDMA_TIMEOUT_S": 20}))
+    finished = ranks(2, [PROGRAMS / "leaving.py", how], env, own=wires.port("stub", 1))
+    codes = [each.code for each in finished]
+    first = {"exception": 1, "killed with a child alive": -9}.get(how, 0)
+    assert codes == [first, 0], "\n".join(each.out for each in finished)
+
+
 def test_no_library(tmp_path: Path) -> None:
     """Without a device nothing of RDMA is looked for; HDMA_WIRE=verbs says what is missing."""
     program = ["-c", "import hdma; c = hdma.init(); print('wire', c.wire)"]
