@@ -161,7 +161,7 @@ class Communicator:
             env.debug("VERSION", f"version {VERSION}")
             if peers.split:
                 env.debug("WARN", f"{peers.split}, so all nodes were split to {self.topology} (nodes x ranks)")
-            if self.wire == "tcp" and env.WIRE.read() == "auto":
+            if self.wire == "tcp" and env.WIRE.read() == "auto" and parent is None:
                 # Nodes that one host pretends to have miss nothing.
                 level = "WARN" if peers.host_ranks < self.size else "INFO"
                 env.debug(

@@ -50,6 +50,9 @@ def run_hosts(hosts: tuple[str, str], folder: Path, program: list[str], **more: 
 def test_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
     finished = run_hosts(hosts, tmp_path, [str(PROGRAMS / "matrix.py"), "0,7,300001"], HDMA_TIMEOUT_S=30)
     assert all(each.code == 0 for each in finished), "\n".join(each.out for each in finished)
+    if not Path("/sys/class/infiniband").is_dir() or not os.listdir("/sys/class/infiniband"):
+        told = ["no RDMA device: TCP carries what goes between nodes" in each.out for each in finished]
+        assert told == [True, False, False, False]
 
 
 def test_link_down_in_mid_call(hosts: tuple[str, str], tmp_path: Path) -> None:
