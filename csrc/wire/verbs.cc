@@ -18,9 +18,7 @@
 // posted before its message have been placed (InfiniBand Architecture Specification, volume 1, section 9.5, "Transaction
 // ordering"; NCCL and UCX rely on it as well). Memory is registered without relaxed ordering, so that the bus keeps that
 // order too. A send completes when the peer's device has acknowledged it and so all before it: then the source may be
-// reused. Into memory of a GPU, writes may be under way on the bus when the completion is seen: there a flag is raised
-// only after a read of that memory by the same device, which the bus does not let pass the writes before it (PCI Express
-// ordering rules; NCCL's network plugin does so too).
+// reused. Into memory of a GPU, writes may be under way on the bus when the completion is seen: see flusher.h.
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
@@ -31,9 +29,10 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <random>
 
-#include "nic.h"
+#include "flusher.h"
 
 namespace hdma {
 
@@ -62,7 +61,6 @@ struct Greeting {  // over the socket
 // Which request completed: its connection, and whether it was a receive into a slot (a failed completion says nothing
 // else).
 constexpr uint32_t kSent = ~0u;
-constexpr uint64_t kFlush = ~0ull;
 uint64_t request_id(size_t connection, uint32_t slot) { return static_cast<uint64_t>(connection) << 32 | slot; }
 
 // Shared, so that a fork does not copy it away from the device.
@@ -204,7 +202,10 @@ class Verbs final : public Wire {
         messages_.allocate(connections_.size() * kSlots * sizeof(Message) + sizeof(uint64_t));
         message_region_ = nic_.reg(messages_.at, messages_.nbytes, "its messages");
         window_ = register_window(nic_, landing_);
-        if (landing_.flushes) make_flusher();
+        if (landing_.flushes)
+            flusher_.emplace(nic_, rank_, landing_.window, window_->rkey,
+                             ibv::Piece{reinterpret_cast<uint64_t>(messages_.at + messages_.nbytes - sizeof(uint64_t)),
+                                        sizeof(uint64_t), message_region_->lkey});
     }
 
     static constexpr uint32_t kSlots = kReceives + kOutstanding;
@@ -327,7 +328,7 @@ class Verbs final : public Wire {
         ibv::Completion completions[kPolled];
         int count = nic_.poll(completions, kPolled);
         for (int i = 0; i < count; ++i) completed(completions[i]);
-        flush_window();
+        if (flusher_) flusher_->read();
         if (count == 0)
             for (Connection &c : connections_)
                 if (!c.flushed.empty()) lose(c, c.flushed);
@@ -335,7 +336,7 @@ class Verbs final : public Wire {
     }
 
     void completed(const ibv::Completion &completion) {
-        if (completion.wr_id == kFlush) return flushed(completion);
+        if (completion.wr_id == Flusher::kRequest) return flusher_->completed(completion, sink_);
         Connection &c = connections_[completion.wr_id >> 32];
         auto number = static_cast<uint32_t>(completion.wr_id);
         if (completion.status == ibv::kFlushed) {
@@ -362,46 +363,10 @@ class Verbs final : public Wire {
         }
         sink_.announced(c.peer, message.fingerprint);
         if (flusher_)
-            landed_.push_back({message.flag, message.value});
+            flusher_->hold(message.flag, message.value);
         else
             sink_.arrived(message.flag, message.value);
         if (!c.lost) receive(c, number);
-    }
-
-    // A queue pair to itself, by which the device reads from the window: what it wrote there before has then landed.
-    void make_flusher() {
-        uint32_t no_inline = 0;
-        flusher_ = nic_.make_qp(1, 1, no_inline);
-        QpAddress own = nic_.address_of(flusher_, 0);
-        nic_.link(flusher_, own, own, rank_);
-    }
-
-    // One read covers all that came before it was posted.
-    void flush_window() {
-        if (landed_.empty() || !flushing_.empty()) return;
-        flushing_.swap(landed_);
-        ibv::Piece piece{reinterpret_cast<uint64_t>(messages_.at + messages_.nbytes - sizeof(uint64_t)), sizeof(uint64_t),
-                         message_region_->lkey};
-        ibv::SendRequest read{}, *bad;
-        read.wr_id = kFlush;
-        read.pieces = &piece;
-        read.piece_count = 1;
-        read.opcode = ibv::kRead;
-        read.flags = ibv::kSignaled;
-        read.remote = {reinterpret_cast<uint64_t>(landing_.window), window_->rkey};
-        if (int error = flusher_->context->ops.post_send(flusher_, &read, &bad))
-            throw Error(Kind::Wire, format("rank %d cannot post a read of its window on %s: %s", rank_, nic_.name().c_str(),
-                                           errno_text(error).c_str()));
-    }
-
-    void flushed(const ibv::Completion &completion) {
-        if (completion.status != ibv::kSuccess)
-            throw Error(Kind::Wire, format("a read of its window by %s failed: %s (status %u, vendor error 0x%x). Look at the "
-                                           "kernel's log, or set HDMA_GPU_RDMA=off", nic_.name().c_str(),
-                                           nic_.ibv().wc_status_str(completion.status), completion.status,
-                                           completion.vendor_error));
-        for (const Arrival &arrival : flushing_) sink_.arrived(arrival.flag, arrival.value);
-        flushing_.clear();
     }
 
     void lose(Connection &c, const std::string &reason) {
@@ -459,11 +424,7 @@ class Verbs final : public Wire {
     uint32_t depth_ = 0;
     bool armed_ = false;
     ibv::Mr *window_ = nullptr, *message_region_ = nullptr;
-    struct Arrival {
-        uint32_t flag, value;
-    };
-    ibv::Qp *flusher_ = nullptr;              // of a window in memory of a GPU
-    std::vector<Arrival> landed_, flushing_;  // to be read behind; read behind now
+    std::optional<Flusher> flusher_;  // of a window in memory of a GPU
     std::vector<ibv::SendRequest> requests_;
     std::vector<ibv::Piece> pieces_;
     std::atomic<uint64_t> sent_nbytes_{0};
