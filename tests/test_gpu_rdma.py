@@ -41,6 +41,14 @@ def test_by_dma_buf(grid: tuple[int, int], ordering: int, tmp_path: Path) -> Non
     assert host_copies(tmp_path) == 0
 
 
+def test_what_lands_late_is_waited_for(tmp_path: Path) -> None:
+    """Writes to a GPU may land after the message behind them has come: not seen to have, they are read behind."""
+    late = {"HDMA_GPU_RDMA": "auto", "STUB_IBV_LATE": 1, "HDMA_CHUNK_BYTES": 16 << 10}
+    run("gpu_order.py", 2, 2, tmp_path / "a", "40", **late)
+    with pytest.raises(AssertionError, match=r"AssertionError: rank \d: "):
+        run("gpu_order.py", 2, 2, tmp_path / "b", "40", STUB_RDMA_ORDERING=200, **late)
+
+
 def test_by_way_of_host_memory(tmp_path: Path) -> None:
     run("gpu_order.py", 2, 2, tmp_path, "40")
     assert host_copies(tmp_path) > 0

@@ -7,6 +7,8 @@
 //   STUB_IBV_DEVICES=mlx5_0,mlx5_1   the devices (default: these)
 //   STUB_IBV_DELAY_US=n              each request executes up to n us after it was posted
 //   STUB_IBV_MAX_MESSAGE=n           longest write, in bytes (default 1 GiB)
+//   STUB_IBV_LATE=1                  writes, of 64 KiB at most, land 5 ms after the message behind them, unless the
+//                                    device reads before
 //   STUB_IBV_NO_DMABUF=1             no memory of a GPU can be registered
 //   STUB_IBV_MTU=n                   of the ports (default 4096)
 //   STUB_IBV_FORBIDDEN=1             no device can be opened
@@ -55,6 +57,7 @@ struct Device {
 
 namespace {
 
+constexpr size_t kLongestLate = 64 << 10;
 std::recursive_mutex mutex_;
 using Lock = std::lock_guard<std::recursive_mutex>;
 uint64_t registered_nbytes = 0, executed = 0, deaf_since_us = 0;
@@ -137,13 +140,45 @@ void complete(StubCq *cq, StubQp *qp, uint64_t id, uint32_t status, uint32_t opc
     cq->done.push_back(c);
 }
 
+// Writes that are under way on the bus: they land by themselves after a while, or before a read of the same device.
+struct Late {
+    static constexpr uint64_t kMagic = 0x6c617465206c6174;
+    uint64_t magic, addr;
+};
+struct Landing {
+    uint64_t addr, due_us;
+    std::string bytes;
+};
+std::deque<Landing> under_way;
+
+void land(uint64_t until_us) {
+    while (!under_way.empty() && under_way.front().due_us <= until_us) {
+        const Landing &first = under_way.front();
+        std::memcpy(reinterpret_cast<void *>(first.addr), first.bytes.data(), first.bytes.size());
+        under_way.pop_front();
+    }
+}
+
+void take_late(int socket) {
+    std::string bytes(kLongestLate + sizeof(Late), 0);
+    bytes.resize(recv(socket, bytes.data(), bytes.size(), MSG_DONTWAIT));
+    uint64_t addr;
+    std::memcpy(&addr, bytes.data() + offsetof(Late, addr), sizeof addr);
+    under_way.push_back({addr, now_us() + 5000, bytes.substr(sizeof(Late))});
+}
+
 // What has arrived into what is posted.
 void deliver(StubQp *qp) {
     auto *cq = static_cast<StubCq *>(qp->recv_cq);
-    while (!qp->receives.empty()) {
+    Late next{};
+    while (recv(qp->socket, &next, sizeof next, MSG_DONTWAIT | MSG_PEEK) > 0) {
+        if (next.magic == Late::kMagic) {
+            take_late(qp->socket);
+            continue;
+        }
+        if (qp->receives.empty()) break;
         auto &[id, piece] = qp->receives.front();
         ssize_t n = recv(qp->socket, reinterpret_cast<void *>(piece.addr), piece.nbytes, MSG_DONTWAIT);
-        if (n < 0) break;
         complete(cq, qp, id, kSuccess, 128);
         cq->done.back().nbytes = static_cast<uint32_t>(n);
         qp->receives.pop_front();
@@ -184,8 +219,19 @@ bool execute(StubQp *qp, Request &r) {
         (void)!write(context->async_fd, &one, sizeof one);
     }
     if (!status && r.request.opcode == kRead) {
+        land(~0ull);
         std::memcpy(reinterpret_cast<void *>(r.pieces[0].addr), reinterpret_cast<void *>(r.request.remote.addr),
                     r.pieces[0].nbytes);
+    } else if (!status && r.request.opcode == kWrite && number("STUB_IBV_LATE", 0)) {
+        Late late{Late::kMagic, r.request.remote.addr};
+        std::string bytes(reinterpret_cast<char *>(&late), sizeof late);
+        bytes.append(reinterpret_cast<char *>(r.pieces[0].addr), r.pieces[0].nbytes);
+        socklen_t length;
+        sockaddr_un to = address_of(qp->remote, length);
+        if (sendto(qp->socket, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL, reinterpret_cast<sockaddr *>(&to), length) < 0) {
+            if (errno == EAGAIN || errno == ENOBUFS) return false;
+            status = kRetriesExceeded;
+        }
     } else if (!status && r.request.opcode == kWrite) {
         iovec from{reinterpret_cast<void *>(r.pieces[0].addr), r.pieces[0].nbytes};
         iovec to{reinterpret_cast<void *>(r.request.remote.addr), r.pieces[0].nbytes};
@@ -217,6 +263,8 @@ void work(StubCq *cq) {
         if (!qp->sends.empty()) next = now + 200;
         deliver(qp);
     }
+    land(now);
+    if (!under_way.empty()) next = now + 200;
     cq->channel->tick(next || !cq->done.empty());
 }
 
