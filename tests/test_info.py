@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import rdma_tree
@@ -13,7 +14,7 @@ from processes import environment, free_port, mpirun, ranks, run, torchrun
 
 from hdma import kernels
 from hdma.errors import DeviceError
-from hdma.info import checks, found, gpus, groups, host, kfd, launchers, rdma, settings
+from hdma.info import checks, found, gpus, groups, host, job, kfd, launchers, rdma, settings
 from hdma.info import text as written
 from hdma.topology import Topology
 
@@ -671,6 +672,12 @@ def test_rdma_of_a_job(tree):
     ports, _, (check,) = rdma.taken(row, [row, rdma_row(rdma_tree.Tree(tree.root / "bare"))], pair, 0)
     assert ports == [] and check.verdict == "fail" and "rank 1 cannot use RDMA" in check.evidence
     assert "HDMA_WIRE=tcp" in check.remedy
+
+
+def test_links_of_a_job_over_rdma():
+    me = job.Job(size=4, comm=SimpleNamespace(topology=Topology(2, 2)))
+    found = job.describe(me, [{"host": "h", "pid": rank} for rank in range(4)], "rdma")
+    assert found["links"][0] == ["self", "memory", "rdma", ""] and "rdma" in written._job(found)
 
 
 def test_why_a_port_is_taken():

@@ -64,8 +64,8 @@ def gather(job: Job, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line[:length].tobytes()) for line, length in zip(whole, lengths)]
 
 
-def describe(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Nodes with their ranks, and what links this job's ranks."""
+def describe(job: Job, ranks: list[dict[str, Any]], wire: str = "tcp") -> dict[str, Any]:
+    """Nodes with their ranks, and what links this job's ranks; `wire`: the network between nodes, tcp or rdma."""
     topology = job.topology
     grid = topology.nodes, topology.ranks_per_node
     nodes = [[topology.rank(node, local) for local in range(grid[1])] for node in range(grid[0])] if job.comm else []
@@ -77,14 +77,14 @@ def describe(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "nodes": nodes,
         "hosts": [rank["host"] for rank in ranks] if job.comm else [],
         "pids": [rank["pid"] for rank in ranks] if job.comm else [],
-        "links": [[_link(topology, a, b) for b in range(job.size)] for a in range(job.size)] if job.comm else [],
+        "links": [[_link(topology, a, b, wire) for b in range(job.size)] for a in range(job.size)] if job.comm else [],
     }
 
 
-def _link(topology: Topology, a: int, b: int) -> str:
+def _link(topology: Topology, a: int, b: int, wire: str) -> str:
     """How bytes go from a to b directly; nothing where a third rank relays them."""
     if a == b:
         return "self"
     if b in topology.mates(a):
         return "memory"
-    return "tcp" if b in topology.rail(a) else ""
+    return wire if b in topology.rail(a) else ""

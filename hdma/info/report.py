@@ -60,7 +60,7 @@ def make(tries: bool = False) -> dict[str, Any]:
         "devices": devices,
         "rdma": verbs,
         "mpirun": mpirun,
-        "job": job.describe(me, ranks),
+        "job": job.describe(me, ranks, "rdma" if verbs["taken"] else "tcp"),
         "groups": _groups(me),
         "variables": variables,
         "checks": all_checks,

@@ -9,7 +9,7 @@ from typing import Any
 
 _MATRIX_RANKS, _GIDS = 16, 8
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
-_LINKS = {"self": ".", "memory": "mem", "tcp": "tcp", "": "-"}
+_LINKS = {"self": ".", "memory": "mem", "tcp": "tcp", "rdma": "rdma", "": "-"}
 
 
 def report(found: dict[str, Any]) -> str:
@@ -153,7 +153,11 @@ def _job(job: dict[str, Any]) -> str:
     if job["size"] <= _MATRIX_RANKS:
         cells = [["from \\ to", *map(str, range(job["size"]))]]
         cells += [[str(rank), *(_LINKS[link] for link in row)] for rank, row in enumerate(job["links"])]
-        lines += ["", _columns(cells), "mem: shared memory of node mates; tcp: to the rail peer; -: relayed by a mate"]
+        lines += [
+            "",
+            _columns(cells),
+            "mem: shared memory of node mates; tcp, rdma: to the rail peer; -: relayed by a mate",
+        ]
     return "\n".join(lines)
 
 

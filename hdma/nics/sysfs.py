@@ -137,13 +137,12 @@ def _port(folder: Path) -> Port:
 
 def _gids(port: Path) -> list[Gid]:
     found = []
-    for entry in sorted((path for path in _folders(port / "gids") if path.name.isdecimal()), key=lambda p: int(p.name)):
+    for index in sorted(int(path.name) for path in _folders(port / "gids") if path.name.isdecimal()):
         # Entries not in use are zero, and their attributes cannot be read (EINVAL); some kernels refuse both.
-        address = _read(entry)
+        address = _read(f"{port}/gids/{index}")
         if address.strip("0:"):
-            attributes = port / "gid_attrs"
-            kind, netdev = (_read(attributes / name / entry.name) for name in ("types", "ndevs"))
-            found.append(Gid(int(entry.name), address, kind, netdev))
+            kind, netdev = (_read(f"{port}/gid_attrs/{name}/{index}") for name in ("types", "ndevs"))
+            found.append(Gid(index, address, kind, netdev))
     return found
 
 
@@ -187,9 +186,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(digits or -1), text) for digits, text in re.findall(r"(\d+)|(\D+)", name)]
 
 
-def _read(path: Path) -> str:
+def _read(path: str | Path) -> str:
+    """Without a file object: tables of GIDs have up to a thousand entries, a file each."""
     try:
-        return path.read_text(errors="replace").strip()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(file, 4096).decode(errors="replace").strip()
+        finally:
+            os.close(file)
     except OSError:
         return ""
 
