@@ -62,7 +62,7 @@ def test_a_port_comes_back(tmp_path: Path) -> None:
     [
         (
             {"STUB_IBV_MEMLOCK": 1 << 20},
-            r"WireError: .*cannot register its window \(\d+ bytes\).*ulimit -l.*HDMA_WINDOW_BYTES",
+            r"WireError: rank [01] cannot register its window \(\d+ bytes\).*ulimit -l.*HDMA_WINDOW_BYTES",
         ),
         ({"STUB_IBV_FORBIDDEN": 1}, r"WireError: .*cannot open its RDMA device.*Permission denied.*uverbs"),
         (
