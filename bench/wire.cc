@@ -40,7 +40,7 @@ class End final : public Wire::Sink {
         parts.push_back({1 - rank, Lane::Credit, std::move(credit)});
         Landing landing{window_, kSlots * nbytes, kFlags, Fd()};
         wire_ = nic ? verbs_wire(*nic, rank, std::move(parts), std::move(landing), *this)
-                    : tcp_wire(std::move(parts), std::move(landing), *this);
+                    : tcp_wire(rank, std::move(parts), std::move(landing), *this);
     }
 
     // The byte that fills a chunk.

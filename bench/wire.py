@@ -79,7 +79,7 @@ def perftest(nbytes: int, count: int, pair: list[tuple[str, int]]) -> float:
     with subprocess.Popen(commands[0], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:
         try:
             until = time.monotonic() + LIMIT_S
-            while not _listens(port) and server.poll() is None and time.monotonic() < until:
+            while not listens(port) and server.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
             done = subprocess.run([*commands[1], "127.0.0.1"], capture_output=True, text=True, timeout=LIMIT_S)
         finally:
@@ -95,7 +95,8 @@ def average_gb_s(output: str) -> float:
     return float(row[1]) / 8
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether a process of this machine does: perftest does not say so."""
     tables = [Path(path).read_text().splitlines()[1:] for path in ("/proc/net/tcp", "/proc/net/tcp6")]
     sockets = [line.split() for table in tables for line in table]
     return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)

@@ -217,7 +217,7 @@ void make_gpu(GpuHandle *self, const std::string &runtime, int ordinal, const nb
     new (self) GpuHandle{std::make_shared<GpuMemory>(std::move(card), rank, size)};
 }
 
-// hdma/nics.py: device, port, GID index, MTU in bytes, service level, traffic class, time-out exponent, retries.
+// hdma/nics/queue_pair.py: device, port, GID index, MTU in bytes, service level, traffic class, time-out exponent, retries.
 using NicRow = std::tuple<std::string, int, int, uint32_t, uint8_t, uint8_t, uint8_t, uint8_t>;
 
 NicChoice choice_of(const NicRow &row) {

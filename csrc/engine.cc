@@ -59,7 +59,7 @@ Engine::Engine(Config config)
                         device_->wire_export(), device_->wire_flushes()};
         proxy_ = std::make_unique<Proxy>(rank, config_.ring_count, landing.window, device_->streams(), *shared_, *ties_->calls, fault);
         proxy_->start(config_.nic ? verbs_wire(*config_.nic, rank, std::move(config_.links), std::move(landing), *proxy_)
-                                  : tcp_wire(std::move(config_.links), std::move(landing), *proxy_));
+                                  : tcp_wire(rank, std::move(config_.links), std::move(landing), *proxy_));
     }
     ties_->calls->add(shared_);  // Last, so that an engine that cannot be made leaves nothing there.
     if (first_) ties_->control->start();

@@ -85,8 +85,7 @@ void Proxy::run() try {
         if (!moved) sleep();
     }
 } catch (const Error &error) {
-    bool says_who = error.text.compare(0, 5, "rank ") == 0;
-    fault_.raise(error.kind, says_who ? error.text : format("rank %d: %s", rank_, error.what()));
+    fault_.raise(error.kind, error.text);
 } catch (const std::exception &error) {
     fault_.raise(Kind::Error, format("rank %d: its proxy failed: %s", rank_, error.what()));
 }

@@ -8,19 +8,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from devices import cable, counter, gids, missing, rdma_devices  # noqa: F401
 from processes import SLOWDOWN, environment, free_port, run
+from wire import listens
 
 pytestmark = pytest.mark.rdma
-
-
-def listens(port: int) -> bool:
-    tables = [Path(path).read_text().splitlines()[1:] for path in ("/proc/net/tcp", "/proc/net/tcp6")]
-    sockets = [line.split() for table in tables for line in table]
-    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
 
 
 def test_the_cable_is_plugged_in(cable: tuple[str, str]) -> None:  # noqa: F811

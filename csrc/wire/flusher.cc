@@ -28,8 +28,8 @@ void Flusher::read() {
 
 void Flusher::completed(const ibv::Completion &completion, Wire::Sink &sink) {
     if (completion.status != ibv::kSuccess)
-        throw Error(Kind::Wire, format("a read of its window by %s failed: %s (status %u, vendor error 0x%x). Look at the "
-                                       "kernel's log, or set HDMA_GPU_RDMA=off", nic_.name().c_str(),
+        throw Error(Kind::Wire, format("rank %d: a read of its window by %s failed: %s (status %u, vendor error 0x%x). Look at the "
+                                       "kernel's log, or set HDMA_GPU_RDMA=off", rank_, nic_.name().c_str(),
                                        nic_.ibv().wc_status_str(completion.status), completion.status,
                                        completion.vendor_error));
     for (const Arrival &arrival : covered_) sink.arrived(arrival.flag, arrival.value);

@@ -45,7 +45,7 @@ class Nic {
     int poll(ibv::Completion *completions, int count);
     // Readable when something completes after this.
     void arm();
-    // Takes notifications off descriptor(); whether there were any.
+    // Takes notifications off queue_fd(); whether there were any.
     bool take_notifications();
     bool take_event(ibv::Event &event);
     bool port_active() const;

@@ -56,15 +56,15 @@ struct Connection {
 
 class Tcp final : public Wire {
   public:
-    Tcp(std::vector<LinkPart> parts, Landing landing, Sink &sink)
-        : landing_(std::move(landing)), sink_(sink), connections_(parts.size()) {
+    Tcp(int rank, std::vector<LinkPart> parts, Landing landing, Sink &sink)
+        : rank_(rank), landing_(std::move(landing)), sink_(sink), connections_(parts.size()) {
         for (size_t i = 0; i < parts.size(); ++i) {
             connections_[i].peer = parts[i].peer;
             connections_[i].lane = parts[i].lane;
             connections_[i].fd = std::move(parts[i].fd);
         }
         epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
-        if (!epoll_.valid()) throw Error(Kind::Wire, "epoll_create1: " + errno_text(errno));
+        if (!epoll_.valid()) throw Error(Kind::Wire, format("rank %d: epoll_create1: %s", rank, errno_text(errno).c_str()));
         for (Connection &c : connections_) watch(c, EPOLL_CTL_ADD, EPOLLIN);
     }
 
@@ -121,7 +121,7 @@ class Tcp final : public Wire {
     Connection &find(int peer, Lane lane) {
         for (Connection &c : connections_)
             if (c.peer == peer && c.lane == lane) return c;
-        throw Error(Kind::Error, format("no connection to rank %d", peer));
+        throw Error(Kind::Error, format("rank %d has no connection to rank %d", rank_, peer));
     }
 
     void watch(Connection &c, int operation, uint32_t events) {
@@ -129,7 +129,7 @@ class Tcp final : public Wire {
         event.events = events;
         event.data.u64 = static_cast<uint64_t>(&c - connections_.data());
         if (epoll_ctl(epoll_.get(), operation, c.fd.get(), &event) < 0)
-            throw Error(Kind::Wire, format("epoll_ctl for rank %d: %s", c.peer, errno_text(errno).c_str()));
+            throw Error(Kind::Wire, format("rank %d: epoll_ctl for rank %d: %s", rank_, c.peer, errno_text(errno).c_str()));
     }
 
     void lose(Connection &c, const std::string &reason) {
@@ -216,6 +216,7 @@ class Tcp final : public Wire {
         return true;
     }
 
+    int rank_;
     Landing landing_;
     Sink &sink_;
     std::vector<Connection> connections_;
@@ -224,8 +225,8 @@ class Tcp final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink) {
-    return std::make_unique<Tcp>(std::move(parts), std::move(landing), sink);
+std::unique_ptr<Wire> tcp_wire(int rank, std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink) {
+    return std::make_unique<Tcp>(rank, std::move(parts), std::move(landing), sink);
 }
 
 }  // namespace hdma

@@ -70,9 +70,9 @@ struct Mapping {
     ~Mapping() {
         if (at) munmap(at, nbytes);
     }
-    void allocate(size_t wanted) {
+    void allocate(size_t wanted, int rank) {
         void *got = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-        if (got == MAP_FAILED) throw Error(Kind::Wire, format("no memory for the messages of a wire: %s", errno_text(errno).c_str()));
+        if (got == MAP_FAILED) throw Error(Kind::Wire, format("rank %d: no memory for the messages of its wire: %s", rank, errno_text(errno).c_str()));
         at = static_cast<char *>(got);
         nbytes = wanted;
     }
@@ -99,7 +99,7 @@ class Verbs final : public Wire {
         // Requests without a notice of their own complete too, once a queue pair fails.
         nic_.make_queue(connections_.size() * (depth_ + kReceives) + 1);
         epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
-        if (!epoll_.valid()) throw Error(Kind::Wire, "epoll_create1: " + errno_text(errno));
+        if (!epoll_.valid()) throw Error(Kind::Wire, format("rank %d: epoll_create1: %s", rank, errno_text(errno).c_str()));
         for (size_t i = 0; i < parts.size(); ++i) {
             connections_[i].peer = parts[i].peer;
             connections_[i].lane = parts[i].lane;
@@ -184,7 +184,7 @@ class Verbs final : public Wire {
     Connection &find(int peer, Lane lane) {
         for (Connection &c : connections_)
             if (c.peer == peer && c.lane == lane) return c;
-        throw Error(Kind::Error, format("no connection to rank %d", peer));
+        throw Error(Kind::Error, format("rank %d has no connection to rank %d", rank_, peer));
     }
     size_t index(const Connection &c) const { return static_cast<size_t>(&c - connections_.data()); }
 
@@ -193,13 +193,13 @@ class Verbs final : public Wire {
         event.events = EPOLLIN;
         event.data.u64 = what;
         if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) < 0)
-            throw Error(Kind::Wire, format("epoll_ctl: %s", errno_text(errno).c_str()));
+            throw Error(Kind::Wire, format("rank %d: epoll_ctl: %s", rank_, errno_text(errno).c_str()));
     }
 
     // The window is there once a peer is to be reached; its pages are pinned from now on.
     void register_memory() {
         if (window_) return;
-        messages_.allocate(connections_.size() * kSlots * sizeof(Message) + sizeof(uint64_t));
+        messages_.allocate(connections_.size() * kSlots * sizeof(Message) + sizeof(uint64_t), rank_);
         message_region_ = nic_.reg(messages_.at, messages_.nbytes, "its messages");
         window_ = register_window(nic_, landing_);
         if (landing_.flushes)
@@ -283,7 +283,7 @@ class Verbs final : public Wire {
             auto pieces = static_cast<uint32_t>((put.nbytes + nic_.max_piece_nbytes() - 1) / nic_.max_piece_nbytes());
             if (c.requests + pieces + 1 > depth_) return;
             if (put.nbytes > c.theirs.window_nbytes || put.offset > c.theirs.window_nbytes - put.nbytes)
-                throw Error(Kind::Error, format("a put of %llu bytes at %llu lies outside the window of rank %d",
+                throw Error(Kind::Error, format("rank %d: a put of %llu bytes at %llu lies outside the window of rank %d", rank_,
                                                 static_cast<unsigned long long>(put.nbytes),
                                                 static_cast<unsigned long long>(put.offset), c.peer));
             submit(c, put, pieces);
@@ -410,7 +410,8 @@ class Verbs final : public Wire {
                     lose(c, format("a queue pair on %s failed: %s. Look at the kernel's log", nic_.name().c_str(), name.c_str()));
             // Of a port that goes down its queue pairs tell, unless it comes back before they give up.
             if (type == ibv::kDeviceFatal || type == ibv::kCqError)
-                throw Error(Kind::Wire, format("%s failed: %s. Look at the kernel's log", nic_.name().c_str(), name.c_str()));
+                throw Error(Kind::Wire, format("rank %d: %s failed: %s. Look at the kernel's log", rank_, nic_.name().c_str(),
+                                               name.c_str()));
         }
     }
 

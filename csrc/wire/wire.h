@@ -33,6 +33,7 @@ struct Put {
     Fingerprint fingerprint;  // of the call
 };
 
+// What it throws names this rank.
 class Wire {
   public:
     class Sink {
@@ -80,9 +81,9 @@ struct Landing {
 };
 
 // TCP between rail peers (tcp.cc).
-std::unique_ptr<Wire> tcp_wire(std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink);
+std::unique_ptr<Wire> tcp_wire(int rank, std::vector<LinkPart> parts, Landing landing, Wire::Sink &sink);
 
-// Which RDMA device, and how its queue pairs are set up (hdma/nics.py, hdma/env.py).
+// Which RDMA device, and how its queue pairs are set up (hdma/nics/queue_pair.py).
 struct NicChoice {
     std::string device;
     int port, gid_index;

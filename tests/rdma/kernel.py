@@ -25,6 +25,9 @@ PACKAGES = (
 # Without crc32_generic no device can be made, and the message does not say so.
 MODULES = "crc32_generic virtio_pci virtio_console 9pnet_virtio 9p overlay veth sch_netem ib_uverbs rdma_ucm rdma_rxe"
 
+# Of one command, the slowest of which download.
+LIMIT_S = 600
+
 
 class Failed(Exception):
     """The VM cannot be set up, or died."""
@@ -36,7 +39,11 @@ def say(text: str) -> None:
 
 def call(*args: str | Path, cwd: Path | None = None) -> str:
     """What a command prints; raises Failed with all of its output."""
-    done = subprocess.run(args, cwd=cwd, env=os.environ | {"LC_ALL": "C"}, capture_output=True, text=True)
+    env = os.environ | {"LC_ALL": "C"}
+    try:
+        done = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{shlex.join(map(str, args))} takes more than {LIMIT_S} s: is the network there?") from None
     if done.returncode:
         raise Failed(f"{shlex.join(map(str, args))} failed with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
