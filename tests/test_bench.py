@@ -3,18 +3,16 @@
 import json
 import sys
 
-import pytest
-from processes import ROOT, environment, mpirun, ranks, run
-
-sys.path.insert(0, str(ROOT / "bench"))
 import collectives
 import operations
+import pytest
 import record
 import report_collectives
 import report_overlap
 import stub_verbs
 import torch
 import wire
+from processes import ROOT, environment, mpirun, ranks, run
 
 HEADER = {
     "kind": "header",
