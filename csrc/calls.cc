@@ -43,10 +43,7 @@ void Calls::announce(const Fingerprint &mine, const void *input, Shared &boards)
     std::lock_guard<std::mutex> lock(mutex_);
     fault_.check();
     Board &own = boards.board(rank_);
-    Board::Record &record = record_of(boards, rank_, mine.call);
-    record.fingerprint = mine;
-    record.input = reinterpret_cast<uintptr_t>(input);
-    record.call.store(mine.call, std::memory_order_seq_cst);
+    record_of(boards, rank_, mine.call).write(mine, reinterpret_cast<uintptr_t>(input));
     if (own.latest_call.load(std::memory_order_relaxed) < mine.call)
         own.latest_call.store(mine.call, std::memory_order_seq_cst);
 
@@ -54,8 +51,8 @@ void Calls::announce(const Fingerprint &mine, const void *input, Shared &boards)
         int p = static_cast<int>(peer);
         for (auto &each : boards_) {
             if (p == rank_ || !each->has(p)) continue;
-            Board::Record &theirs = record_of(*each, p, mine.call);
-            if (theirs.call.load(std::memory_order_seq_cst) == mine.call) compare(mine, p, theirs.fingerprint);
+            Fingerprint theirs;
+            if (record_of(*each, p, mine.call).read(mine.call, theirs)) compare(mine, p, theirs);
         }
         auto &heard = heard_[peer];
         if (auto found = heard.find(mine.call); found != heard.end()) {
@@ -115,7 +112,8 @@ std::string Calls::whereabouts() {
             last.call = 0;
             for (auto &each : boards_) {
                 uint64_t call = each->board(p).latest_call.load(std::memory_order_acquire);
-                if (call > last.call) last = record_of(*each, p, call).fingerprint;
+                Fingerprint found;
+                if (call > last.call && record_of(*each, p, call).read(call, found)) last = found;
             }
         } else if (!last.call && heard_.size() > 64) {
             continue;  // a large communicator: name only ranks that were heard of

@@ -41,6 +41,7 @@ Engine::Engine(Config config)
     device_ = config_.make_device
                   ? config_.make_device(std::move(windows), shared_, fault)
                   : host_device(rank, size, std::move(windows), config_.window_nbytes, *shared_);
+    holds_ = device_->holds();
     device_->watch(config_.timeout_ns, [this](const Device::Flight &flight, const std::string &failure, const std::string &behind) {
         late(flight, failure, behind);
     });
@@ -111,7 +112,7 @@ std::shared_ptr<Ticket> Engine::submit(const Call &call) {
     walk.call = call;
     auto ticket = walk.ticket = make_ticket(call);
     if (device_->streams()) check_pushed(ticket, call.request->pushes);
-    if (device_->holds()) {
+    if (holds_) {
         std::lock_guard<std::mutex> lock(walk_mutex_);
         if (closing_) throw Error(Kind::Error, "this communicator is closed");
         ties_->fault.check();
@@ -166,7 +167,7 @@ void Engine::check_pushed(const std::shared_ptr<Ticket> &next, bool pushes) {
 
 void Engine::push(const std::shared_ptr<Ticket> &ticket, uint32_t mark, CallerStream stream) {
     ticket->push(mark, moment(stream));
-    if (!device_->holds()) return;
+    if (!holds_) return;
     std::lock_guard<std::mutex> lock(walk_mutex_);
     if (suspended_ && suspended_->ticket == ticket) resume();
 }
@@ -358,7 +359,7 @@ void Engine::read_mate(const Place &place, const Piece &piece, int64_t offset, c
 bool Engine::pushed(Walk &walk, const Step &step) {
     uint32_t mark = walk.mark + static_cast<uint32_t>(step.needs);
     Moment moment;
-    if (device_->holds()) {
+    if (holds_) {
         if (!walk.ticket->pushed(mark, moment)) return false;
     } else {
         auto pushed = walk.ticket->wait_pushed(mark, now_ns() + config_.timeout_ns, closing_, moment);
@@ -394,6 +395,10 @@ bool Engine::run_once(Walk &walk, const Piece &piece) {
         switch (step.verb) {
             case Verb::Wait:
                 if (shared_->test(step.flag, value)) break;
+                if (holds_) {
+                    device_->wait(step.lane, step.flag, value, 0);
+                    break;
+                }
                 hold(!ticket, config_.flag_names[step.flag],
                      [&](int64_t deadline_ns) { return device_->wait(step.lane, step.flag, value, deadline_ns); });
                 break;

@@ -148,6 +148,7 @@ class Engine {
     bool first_;
     std::shared_ptr<Shared> shared_;
     std::shared_ptr<Device> device_;
+    bool holds_ = false;  // the device's, which the hot path asks often
     std::unique_ptr<Proxy> proxy_;
     std::vector<uint32_t> base_;
     Fingerprint fingerprint_;  // of the call that is walked

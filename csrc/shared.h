@@ -33,8 +33,9 @@ struct alignas(64) Word {
 };
 static_assert(sizeof(Word) == 64, "a cache line each: a waiter spins on its word while neighbours are written");
 
-// A mate is at most one ring of slots ahead, and a call moves every ring: 64 calls are never in use at once.
-constexpr uint32_t kRecords = 64;
+// Calls by which a mate may be ahead: on the host a ring of slots at most. On a GPU as many as its streams take, which
+// is about 1,000 steps (measured), of which a call has three or more.
+constexpr uint32_t kRecords = 512;
 
 // What node mates read of a rank besides its flags.
 struct Board {
@@ -45,9 +46,24 @@ struct Board {
     std::atomic<uint64_t> latest_call;  // number of the last call begun
     std::atomic<uint32_t> unmapped;     // this rank has let go of its mates' GPU memory
     struct alignas(64) Record {
-        std::atomic<uint64_t> call;  // stored after the rest
+        std::atomic<uint64_t> call;  // stored after the rest; 0 while that changes
         Fingerprint fingerprint;
         uint64_t input;  // address of the caller's input, for mates that read it directly
+
+        void write(const Fingerprint &mine, uint64_t address) {
+            call.store(0, std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_release);
+            fingerprint = mine;
+            input = address;
+            call.store(mine.call, std::memory_order_seq_cst);
+        }
+        // Whether it is that call's, and was so until it was read.
+        bool read(uint64_t number, Fingerprint &found) const {
+            if (call.load(std::memory_order_seq_cst) != number) return false;
+            found = fingerprint;
+            std::atomic_thread_fence(std::memory_order_acquire);
+            return call.load(std::memory_order_relaxed) == number;
+        }
     } records[kRecords];  // calls by number modulo kRecords
 };
 

@@ -25,7 +25,7 @@ bool Ticket::wait(int64_t deadline_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!wait_until(changed_, lock, deadline_ns, [&] { return done_; })) return false;
     if (error_) throw Error(*error_);
-    if (!executed()) ties_->fault.check();
+    check();
     return true;
 }
 
@@ -49,6 +49,11 @@ bool Ticket::executed() {
     return executed_;
 }
 
+// The fault, unless the results were there before it. Without one the driver is not asked, which takes time.
+void Ticket::check() {
+    if (ties_ && ties_->fault.raised() && !executed()) ties_->fault.check();
+}
+
 bool Ticket::done() try {
     std::lock_guard<std::mutex> lock(mutex_);
     return done_ && (error_ || executed() || ties_->fault.raised());
@@ -68,7 +73,7 @@ bool Ticket::wait_given(uint32_t mark, CallerStream stream, int64_t deadline_ns)
     std::unique_lock<std::mutex> lock(mutex_);
     if (!wait_until(changed_, lock, deadline_ns, [&] { return done_ || given_.at(mark).there; })) return false;
     if (error_) throw Error(*error_);
-    if (!executed()) ties_->fault.check();
+    check();
     if (!device_) return true;
     auto device = device_;
     auto ties = ties_;

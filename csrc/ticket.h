@@ -75,6 +75,7 @@ class Ticket {
     // The engine is through with all calls: what the ticket has come to stays, and it holds nothing more.
     void settle();
     bool executed();
+    void check();
 
     std::shared_ptr<Ties> ties_;  // before the device, which outlives no fault
     std::shared_ptr<Device> device_;

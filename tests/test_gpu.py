@@ -157,6 +157,10 @@ def test_communicators_in_another_order(cuda: Place) -> None:
     assert "must issue their calls in the same order" in output, output
 
 
+def test_a_rank_far_ahead_in_another_call(cuda: Place) -> None:
+    cuda.run("gpu_ahead.py", 2, 1)
+
+
 @pytest.mark.parametrize("how", ["close", "leave", "fork"])
 @pytest.mark.parametrize("connections", [8, 1])
 def test_the_end_with_calls_in_flight(cuda: Place, how: str, connections: int) -> None:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace hdma {
 
@@ -25,6 +26,8 @@ struct ReduceArguments {
 constexpr size_t kBlockNbytes = kThreads * 16;
 // How often the watchdog looks at the oldest call, and at those that it releases.
 constexpr auto kLook = std::chrono::milliseconds(20), kRelease = std::chrono::milliseconds(1);
+// Looks without a call after which it sleeps.
+constexpr int kIdleLooks = 50;
 // After this time a call is taken to be over whose end the driver does not tell.
 constexpr int64_t kLostNs = 5 * 1000 * 1000 * 1000ll;
 
@@ -75,23 +78,26 @@ Card::Card(std::shared_ptr<Runtime> runtime, int ordinal, const std::string &cod
 }
 
 Moment Card::record(Stream stream) {
-    Event event = nullptr;
+    std::shared_ptr<Event> moment;
     {
+        // Oldest first, since calls end in order: the first one asked is free, or hardly any is.
         std::lock_guard<std::mutex> lock(events_mutex_);
         if (!events_.empty()) {
-            event = events_.back();
-            events_.pop_back();
+            auto &oldest = events_[next_event_ %= events_.size()];
+            if (oldest.use_count() == 1) {
+                std::atomic_thread_fence(std::memory_order_acquire);  // With who let go of it last.
+                moment = oldest;
+                ++next_event_;
+            }
         }
     }
-    if (!event) event = runtime_->make_event();
-    auto back = [card = shared_from_this()](Event *held) {
-        if (in_child) return;  // The lock may be held by a thread that is not here.
-        std::lock_guard<std::mutex> lock(card->events_mutex_);
-        card->events_.push_back(*held);
-        delete held;
-    };
-    std::shared_ptr<Event> moment(new Event(event), back);
-    runtime_->record(event, stream);
+    if (!moment) {
+        moment = std::make_shared<Event>(runtime_->make_event());
+        std::lock_guard<std::mutex> lock(events_mutex_);
+        next_event_ = std::min(next_event_, events_.size());
+        events_.insert(events_.begin() + static_cast<long>(next_event_++), moment);
+    }
+    runtime_->record(*moment, stream);
     return moment;
 }
 
@@ -126,38 +132,44 @@ void Card::reduce(Stream stream, Op op, int divisor, void *dst, Dtype dst_type, 
 }
 
 void Card::follow(const std::shared_ptr<Aloft> &call, const std::vector<Device::Flight::Awaited> &waits,
-                  std::vector<Moment> ends, bool open) {
+                  std::optional<Ends> ends, bool open) {
     std::lock_guard<std::mutex> lock(mutex_);
-    bool lost = ends.size() < std::size(streams_);
-    auto at = std::find(aloft_.begin(), aloft_.end(), call);
-    bool is_lost = std::find(lost_.begin(), lost_.end(), call) != lost_.end();
     call->flight.waits.insert(call->flight.waits.end(), waits.begin(), waits.end());
-    call->ends.swap(ends);
     call->open = open;
-    call->since_ns = lost ? now_ns() : 0;
-    if (lost && !is_lost) {
-        if (at != aloft_.end()) aloft_.erase(at);
+    call->since_ns = ends ? 0 : now_ns();
+    bool listed = std::exchange(call->listed, true);
+    auto is_lost = [&] { return std::find(lost_.begin(), lost_.end(), call) != lost_.end(); };
+    if (!listed) {
+        (ends ? aloft_ : lost_).push_back(call);
+    } else if (!ends && !is_lost()) {
+        aloft_.erase(std::remove(aloft_.begin(), aloft_.end(), call), aloft_.end());
         lost_.push_back(call);
-    } else if (!is_lost && at == aloft_.end()) {
-        aloft_.push_back(call);
     }
+    call->ends = std::move(ends);
     if (!watchdog_.started()) watchdog_.start("hdma-watchdog", [this] { watch(); });
-    if (aloft_.size() + lost_.size() == 1) changed_.notify_all();
+    if (asleep_) changed_.notify_all();
 }
 
 void Card::watch() {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
+    for (int idle = 0;;) {
         if (aloft_.empty() && lost_.empty()) {
-            changed_.wait(lock);
+            // Not at once: to be woken for every call would cost the caller more than the rest of it.
+            asleep_ = ++idle > kIdleLooks;
+            if (asleep_)
+                changed_.wait(lock);
+            else
+                changed_.wait_for(lock, kLook);
+            asleep_ = false;
             continue;
         }
+        idle = 0;
         // Before the driver is asked anything: it may be held up by who waits in it for what is released here.
         bool releasing = false;
         for (auto *calls : {&aloft_, &lost_})
             for (auto &call : *calls)
-                if (call->ended()) {
-                    call->release();
+                if (call->owner->gone || call->owner->ended()) {
+                    call->owner->release();
                     releasing = true;
                 }
         std::vector<Report> reports;
@@ -179,7 +191,7 @@ void Card::watch() {
 // At the calls on the lanes, for those that are over and those that have to be reported.
 void Card::look(std::vector<Report> &reports) try {
     auto let_go = [&](std::shared_ptr<Aloft> &call) {
-        if (!call->owner) over_.push_back(std::move(call));
+        if (call->owner->gone) over_.push_back(std::move(call));
     };
     while (!lost_.empty() && now_ns() - lost_.front()->since_ns > kLostNs) {
         let_go(lost_.front());
@@ -189,7 +201,7 @@ void Card::look(std::vector<Report> &reports) try {
     auto passed = [&](const Moment &moment) { return !moment || runtime_->passed(event(moment)); };
     for (auto at = aloft_.begin(); at != aloft_.end();) {
         Aloft &call = **at;
-        if (std::all_of(call.ends.begin(), call.ends.end(), passed)) {
+        if (std::all_of(call.ends->begin(), call.ends->end(), passed)) {
             if (call.open) {
                 ++at;
                 continue;
@@ -201,11 +213,13 @@ void Card::look(std::vector<Report> &reports) try {
         }
         // This one holds up those behind it.
         if (!call.since_ns && passed(call.entered)) call.since_ns = now_ns();
-        bool late = call.since_ns && now_ns() - call.since_ns > call.timeout_ns;
+        Owner &owner = *call.owner;
+        bool late = call.since_ns && now_ns() - call.since_ns > owner.timeout_ns;
         if (late && !call.told) {
             call.told = true;
             auto next = std::find_if(at, aloft_.end(), [&](const auto &each) { return each->owner != call.owner; });
-            if (call.late) reports.push_back({call.late, call.flight, "", next == aloft_.end() ? "" : (*next)->flight.call.text});
+            std::string behind = next == aloft_.end() ? "" : (*next)->flight.call.text;
+            if (!owner.gone) reports.push_back({owner.late, call.flight, "", std::move(behind)});
         }
         if (!late) break;
         ++at;
@@ -213,7 +227,7 @@ void Card::look(std::vector<Report> &reports) try {
 } catch (const Error &error) {
     // The GPU has failed: nobody will know what on it is over.
     for (auto &call : aloft_) {
-        if (call->late) reports.push_back({call->late, call->flight, error.text, ""});
+        if (!call->owner->gone) reports.push_back({call->owner->late, call->flight, error.text, ""});
         call->since_ns = now_ns();
         lost_.push_back(call);
     }
@@ -221,10 +235,10 @@ void Card::look(std::vector<Report> &reports) try {
     changed_.notify_all();
 }
 
-bool Card::drain(const void *owner, int64_t deadline_ns) {
+bool Card::drain(const Owner &owner, int64_t deadline_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto over = [&] {
-        return std::none_of(aloft_.begin(), aloft_.end(), [&](const auto &call) { return call->owner == owner; });
+        return std::none_of(aloft_.begin(), aloft_.end(), [&](const auto &call) { return call->owner.get() == &owner; });
     };
     while (!over()) {
         int64_t left = deadline_ns - now_ns();
@@ -239,20 +253,14 @@ bool Card::in_use(const void *what) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto *calls : {&aloft_, &lost_})
         for (auto &call : *calls)
-            if (call->uses.get() == what) return true;
+            if (call->owner->uses.get() == what) return true;
     return false;
 }
 
-void Card::forget(const void *owner) {
+void Card::forget(Owner &owner) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !telling_; });
-    for (auto *calls : {&aloft_, &lost_})
-        for (auto &call : *calls)
-            if (call->owner == owner) {
-                call->owner = nullptr;
-                call->late = nullptr;
-                call->ended = [] { return true; };
-            }
+    owner.gone = true;
 }
 
 void Card::bury(char *memory, std::function<bool()> unmapped) {

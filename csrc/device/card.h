@@ -17,11 +17,13 @@
 // Ordering: a call's events are recorded before it is handed over, under the lock.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "device.h"
@@ -50,33 +52,39 @@ class Card : public std::enable_shared_from_this<Card> {
     static bool forked();          // whether this process is a child of the one that uses the GPUs
     Moment record(Stream stream);  // where the GPU is current
     static Event event(const Moment &moment) { return *static_cast<Event *>(moment.get()); }
+    using Ends = std::array<Moment, 2>;  // of the lanes; null: the call put nothing there
 
     void copy(Stream stream, char *dst, const char *src, size_t nbytes);
     // Throws Error(Usage) for more sources than a launch takes.
     void reduce(Stream stream, Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs,
                 size_t source_count, Dtype src_type, size_t element_count);
 
-    // A call on the lanes. Its owner does not change it once it was handed over.
-    struct Aloft {
-        Device::Flight flight;
-        Moment entered;
-        std::vector<Moment> ends;  // of all that is on the lanes so far
-        bool open = false;         // its caller goes on with it later
-        int64_t timeout_ns;
+    // Whose a call is: a communicator's device.
+    struct Owner {
         std::function<bool()> ended;    // whether the communicator has
         std::function<void()> release;  // writes the awaited words
         Device::Late late;
-        const void *owner;
-        std::shared_ptr<const void> uses;  // what must be there while it is on the lanes
+        int64_t timeout_ns = 0;
+        std::shared_ptr<const void> uses;  // what must be there while its calls are on the lanes
+        bool gone = false;                 // the card's, under its lock: see forget()
+    };
+    // A call on the lanes. Its device does not change it once it was handed over.
+    struct Aloft {
+        std::shared_ptr<Owner> owner;
+        Device::Flight flight;
+        Moment entered;
+        std::optional<Ends> ends;  // of all that is on the lanes so far; none where the driver has failed
+        bool open = false;         // its caller goes on with it later
+        bool listed = false;
         int64_t since_ns = 0;
         bool told = false;
     };
-    // Again for a call that was open; `waits` are those since then. With fewer ends than lanes the driver has failed: nobody can tell when it is over.
+    // Again for a call that was open; `waits` are those since then. Without ends nobody can tell when it is over.
     void follow(const std::shared_ptr<Aloft> &call, const std::vector<Device::Flight::Awaited> &waits,
-                std::vector<Moment> ends, bool open);
-    bool drain(const void *owner, int64_t deadline_ns);
+                std::optional<Ends> ends, bool open);
+    bool drain(const Owner &owner, int64_t deadline_ns);
     bool in_use(const void *what);
-    void forget(const void *owner);  // of its calls nobody is told any more; they are released
+    void forget(Owner &owner);  // of its calls nobody is told any more; they are released
 
     // Throw nothing, since the last owner of memory calls them from a destructor.
     // Frees memory that peers may still have mapped, as soon as `unmapped` says so: at one of the next calls of this or
@@ -107,14 +115,15 @@ class Card : public std::enable_shared_from_this<Card> {
     std::map<std::pair<Dtype, Dtype>, void *> reduce_kernels_;
 
     std::mutex events_mutex_;
-    std::vector<Event> events_;
+    std::vector<std::shared_ptr<Event>> events_;  // those that nobody else holds are free
+    size_t next_event_ = 0;
 
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::shared_ptr<Aloft>> aloft_;
     std::deque<std::shared_ptr<Aloft>> lost_;  // nobody can tell when they are over
     std::vector<std::shared_ptr<Aloft>> over_;  // and nobody's: for sweep() to let go of
-    bool telling_ = false;
+    bool telling_ = false, asleep_ = false;
     Thread watchdog_;
 
     std::mutex graves_mutex_;

@@ -115,10 +115,13 @@ class GpuDevice final : public Device {
         fault.listen([pins = std::weak_ptr<Pins>(pins_)] {
             if (auto there = pins.lock()) there->release();
         });
+        owner_->ended = [&fault] { return fault.raised(); };
+        owner_->release = [pins = pins_] { pins->release(); };
+        owner_->uses = pins_;
     }
 
     ~GpuDevice() override {
-        if (!Card::forked()) card_.forget(this);
+        if (!Card::forked()) card_.forget(*owner_);
     }
 
     void allocate_window() override {}  // By GpuMemory, before the ranks agreed.
@@ -136,7 +139,7 @@ class GpuDevice final : public Device {
         bool host = dst.host || src.host;
         if (!host && memory_->same_gpu(dst.rank, src.rank)) {
             flush(lane);
-            card_.copy(stream(lane), dst.at, src.at, nbytes);
+            card_.copy(put_on(lane), dst.at, src.at, nbytes);
             return;
         }
         Transfer transfer{dst.host ? pins_->seen(dst.at) : dst.at, src.host ? pins_->seen(src.at) : src.at, nbytes, host};
@@ -153,7 +156,7 @@ class GpuDevice final : public Device {
                 Dtype src_type, size_t element_count, bool) override {
         if (!element_count) return;
         flush(lane);
-        card_.reduce(stream(lane), op, divisor, dst, dst_type, srcs, source_count, src_type, element_count);
+        card_.reduce(put_on(lane), op, divisor, dst, dst_type, srcs, source_count, src_type, element_count);
     }
 
     bool wait(Lane lane, uint32_t flag, uint32_t value, int64_t deadline_ns) override {
@@ -193,15 +196,11 @@ class GpuDevice final : public Device {
 
     void begin(const Fingerprint &call, const Moment &entered) override {
         call_ = std::make_shared<Card::Aloft>();
+        call_->owner = owner_;
         call_->flight.call = call;
         call_->entered = entered;
-        call_->timeout_ns = timeout_ns_;
-        call_->ended = [this] { return fault_.raised(); };
-        call_->release = [pins = pins_] { pins->release(); };
-        call_->uses = pins_;
         waits_.clear();
-        call_->late = late_;
-        call_->owner = this;
+        for (Filled &lane : lanes_) lane = {};
     }
 
     void resume() override { current_.emplace(runtime_, card_.ordinal()); }
@@ -212,29 +211,36 @@ class GpuDevice final : public Device {
         if (!moment) return true;
         if (!card_.holds()) return poll([&] { return runtime_.passed(Card::event(moment)); }, deadline_ns);
         flush(lane);
-        runtime_.follow(stream(lane), Card::event(moment));
+        runtime_.follow(put_on(lane), Card::event(moment));
         return true;
     }
 
     Moment mark(Lane lane) override {
         flush(lane);
-        return card_.record(stream(lane));
+        Filled &filled = lanes_[lane == Lane::Rail];
+        if (filled.further) filled = {false, card_.record(card_.stream(lane))};
+        return filled.end;
     }
 
     void end() override { hand_over(false); }
 
-    void watch(int64_t timeout_ns, Late late) override { timeout_ns_ = timeout_ns, late_ = std::move(late); }
-    bool drain(int64_t deadline_ns) override { return card_.drain(this, deadline_ns); }
+    void watch(int64_t timeout_ns, Late late) override { owner_->timeout_ns = timeout_ns, owner_->late = std::move(late); }
+    bool drain(int64_t deadline_ns) override { return card_.drain(*owner_, deadline_ns); }
     bool busy() override { return card_.in_use(pins_.get()); }
-    void abandon() override { card_.forget(this); }
+    void abandon() override { card_.forget(*owner_); }
 
   private:
     struct Pending {
         std::vector<WordOp> words;
         std::vector<Transfer> copies;
+        void clear() { words.clear(), copies.clear(); }
     };
 
-    Stream stream(Lane lane) { return card_.stream(lane); }
+    // The lane's stream, for something to be put there.
+    Stream put_on(Lane lane) {
+        lanes_[lane == Lane::Rail].further = true;
+        return card_.stream(lane);
+    }
 
     // To the watchdog, also where the driver fails: what is on the lanes has to be released.
     void hand_over(bool open) {
@@ -247,18 +253,23 @@ class GpuDevice final : public Device {
                 if (!failed) failed = error;
             }
         };
-        std::vector<Moment> ends;
+        Card::Ends ends;
+        size_t ended = 0;
         attempt([&] {
             if (!current_) resume();
             for (Lane lane : {Lane::Near, Lane::Rail}) attempt([&] { flush(lane); });
-            for (Lane lane : {Lane::Near, Lane::Rail}) attempt([&] { ends.push_back(card_.record(stream(lane))); });
+            for (Pending &pending : pending_) pending.clear();
+            for (Lane lane : {Lane::Near, Lane::Rail})
+                attempt([&] {
+                    ends[lane == Lane::Rail] = mark(lane);
+                    ++ended;
+                });
         });
         current_.reset();
-        for (Pending &pending : pending_) pending = {};
         open = open && !failed;
         auto call = call_;
         if (!open) call_ = nullptr;
-        card_.follow(call, waits_, std::move(ends), open);
+        card_.follow(call, waits_, ended == ends.size() ? std::optional(std::move(ends)) : std::nullopt, open);
         waits_.clear();
         if (failed) throw Error(*failed);
     }
@@ -280,9 +291,9 @@ class GpuDevice final : public Device {
     void flush(Lane lane) {
         Pending &pending = pending_[lane == Lane::Rail];
         // At most one of the two is there.
-        if (!pending.words.empty()) runtime_.words(stream(lane), pending.words.data(), pending.words.size());
+        if (!pending.words.empty()) runtime_.words(put_on(lane), pending.words.data(), pending.words.size());
         pending.words.clear();
-        if (!pending.copies.empty()) runtime_.copy(stream(lane), pending.copies.data(), pending.copies.size());
+        if (!pending.copies.empty()) runtime_.copy(put_on(lane), pending.copies.data(), pending.copies.size());
         pending.copies.clear();
     }
 
@@ -307,11 +318,16 @@ class GpuDevice final : public Device {
     std::shared_ptr<Pins> pins_;
     std::shared_ptr<Shared> shared_;
     const Fault &fault_;
-    int64_t timeout_ns_ = 0;
-    Late late_;
+    const std::shared_ptr<Card::Owner> owner_ = std::make_shared<Card::Owner>();
 
     // Of the call that is walked.
     Pending pending_[2];
+    // What the call has put on a lane.
+    struct Filled {
+        bool further = false;  // there is something behind the end
+        Moment end;            // null: nothing
+    };
+    Filled lanes_[2];
     std::vector<Flight::Awaited> waits_;
     std::shared_ptr<Card::Aloft> call_;
     std::optional<Current> current_;
