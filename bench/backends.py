@@ -24,6 +24,7 @@ class Backend(Protocol):
 
     nodes: int | None  # that it made of the ranks, if it knows
     library: str  # and version
+    memories: tuple[str, ...]  # host, gpu: what it can move; where "gpu" is among them it has registered(nbytes) too
 
     def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
         """Why this call cannot be made, or nothing."""
@@ -35,6 +36,7 @@ class Mpi:
     """Blocking calls of the MPI that mpi4py loads. Must be made before hdma, which else starts MPI for many threads."""
 
     nodes: int | None = None
+    memories: tuple[str, ...] = ("host",)
 
     def __init__(self) -> None:
         me = launch.find()
@@ -131,14 +133,25 @@ class _MpiWork:
 class Hdma:
     """The world communicator of hdma itself, so that nothing stands between the clock and the call."""
 
+    memories: tuple[str, ...] = ("host", "gpu")
+
     def __init__(self) -> None:
         self._comm = hdma.init()
+        self._registered: Any = None
         self.nodes: int | None = self._comm.nodes
         self.library = f"hdma {hdma.__version__}"
         self.close = self._comm.close
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
+
+    def registered(self, nbytes: int) -> Any:
+        """Symmetric memory: `empty` and `reset` of one buffer of so many bytes."""
+        from gpu_backends import Registered
+
+        if self._registered is None:
+            self._registered = Registered(hdma.empty(nbytes, torch.uint8, device="cuda", comm=self._comm))
+        return self._registered
 
     def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
         return "" if hasattr(self._comm, collective) else f"this version of hdma has no {collective}"
@@ -153,6 +166,7 @@ class Gloo:
     """torch.distributed with gloo, which the ranks have started already to agree on sizes and clocks."""
 
     name = "gloo"
+    memories: tuple[str, ...] = ("host",)
 
     def __init__(self) -> None:
         self.nodes: int | None = None
@@ -193,6 +207,7 @@ class Torch(Gloo):
     """hdma as a backend of torch.distributed."""
 
     name = "hdma through torch.distributed"
+    memories: tuple[str, ...] = ("host", "gpu")
 
     def _make_group(self) -> Any:
         import hdma.backend  # noqa: F401
@@ -203,7 +218,20 @@ class Torch(Gloo):
         dist.destroy_process_group(self._group)
 
 
+def _nccl(kind: str) -> Backend:
+    import gpu_backends
+
+    made: Backend = getattr(gpu_backends, kind)()
+    return made
+
+
 # Those of torch.distributed start in the group that the ranks of the benchmark share; the others before it.
-IN_TORCH: dict[str, Callable[[], Backend]] = {"gloo": Gloo, "torch": Torch}
+IN_TORCH: dict[str, Callable[[], Backend]] = {
+    "gloo": Gloo,
+    "torch": Torch,
+    "nccl": lambda: _nccl("Nccl"),
+    "nccl-zero": lambda: _nccl("NcclZero"),
+    "low": lambda: _nccl("LowContention"),
+}
 # In the order in which they must be made.
 BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, **IN_TORCH}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from operations import Case
+from operations import Case, copies
 from ranks import Ranks
 
 
@@ -43,30 +43,13 @@ class Bound:
             self._arrays[self._rank].fill(1)
             self._own = np.ones(nbytes, np.uint8)
 
-    def copies(self, case: Case) -> list[tuple[int, int, int, int]]:
-        """What this rank copies: (offset here, rank, offset there, bytes)."""
-        whole, rank, size = case.nbytes(self._size), self._rank, self._size
-        others = [(rank + d) % size for d in range(1, size)]
-        if case.collective == "barrier":
-            return []
-        if case.collective == "broadcast":
-            return [] if rank == case.root else [(0, case.root or 0, 0, whole)]
-        if case.collective == "all_reduce":
-            # At least the others' parts of what is summed here, then the sums made elsewhere.
-            part = whole // size
-            scatter = [(part * other, other, part * rank, part) for other in others]
-            return scatter + [(part * other, other, part * other, part) for other in others]
-        part = whole // size
-        start = 0 if case.collective == "all_gather" else part * rank
-        return [(part * other, other, start, part) for other in others]
-
     def call(self, case: Case) -> Callable[[], None] | None:
         """The copies as a function, if there is a bound."""
         if self.reason or self._size == 1 or case.collective == "barrier":
             return None
         moves = [
             (self._own.ctypes.data + here, self._arrays[other].ctypes.data + there, nbytes)
-            for here, other, there, nbytes in self.copies(case)
+            for here, other, there, nbytes in copies(case, self._rank, self._size)
         ]
         move = ctypes.memmove
 

@@ -11,7 +11,8 @@ shard is size / ranks, its elements are `count`). all_reduce and broadcast: the 
   busbw   algbw x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 2(n-1)/n for all_reduce, x 1 for broadcast
   bound   the time of copying alone, in the same turns: every rank, all at once, copies the n-1 other blocks out of the
           others' shared memory with memmove, unsynchronised (all_reduce: twice, blocks of size / n; broadcast: all but
-          the root copy the whole). Ranks of one host only; nodes simulated there (HDMA_RANKS_PER_NODE) share it
+          the root copy the whole). Ranks of one host only; nodes simulated there (HDMA_RANKS_PER_NODE) share it. On
+          GPUs (-D gpu): copy engines push the blocks to the others' memory, back to back
   xbound  time / bound: 1 is perfect; below 1 only by copying better than memmove, or by chance
   #wrong  elements of all ranks that are not exactly right; checked before anything is timed
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from backends import BACKENDS, Backend
 from bound import Bound
 from operations import COLLECTIVES, DTYPES, OPS, Call, Case, count_for
+from places import PLACES
 from ranks import Ranks
 from record import Record
 from rows import header_lines, row_line
@@ -84,23 +86,31 @@ def _repeat(call: Callable[[], Any], repeats: int) -> None:
         call()
 
 
-def measure(ranks: Ranks, bound: Bound, case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Any:
+def measure(ranks: Ranks, bound: Any, case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Any:
     """Records of one row, one a backend and place; and why others were left out."""
     records: list[Record] = []
     skipped: list[str] = []
     calls: dict[int, Callable[[], Any]] = {}
+    registered = {name: backend.registered(args.pool_nbytes) for name, backend in _registering(ranks, args)}
+    for memory in registered.values():
+        memory.reset()
     for in_place in COLLECTIVES[case.collective].in_place:
-        tensors = Call(case, in_place, ranks.rank, ranks.size, args.unalign)
         for name, backend in ranks.backends.items():
             what = f"{name} {case.collective}{' in place' if in_place else ''}"
             reason = refusal(backend, case, in_place)
+            if not reason and args.register and name not in registered:
+                reason = "it has no memory to register"
             if reason:
                 skipped.append(f"{what} left out: {reason}")
                 continue
-            function = functools.partial(getattr(backend, case.collective), *tensors.args)
-            tensors.reset()
+            empty = registered.get(name, ranks.place).empty
+            place = (in_place, ranks.rank, ranks.size, args.unalign, empty)
+            tensors, *others = [Call(case, *place) for _ in range(ranks.place.sets)]
+            function = rotating(getattr(backend, case.collective), [each.args for each in (tensors, *others)])
+            for each in (tensors, *others):
+                each.reset()
             try:
-                function()
+                ranks.place.timed(function)
             except hdma.UsageError as error:  # Raised alike on all ranks, before anything is moved.
                 skipped.append(f"{what} left out: {error}")
                 continue
@@ -108,11 +118,13 @@ def measure(ranks: Ranks, bound: Bound, case: Case, args: argparse.Namespace, te
             about = {"kind": "collective", "collective": case.collective, "backend": name, "in_place": in_place}
             about |= {"library": backend.library, "dtype": case.dtype_name, "op": case.op, "root": case.root}
             about |= {"nbytes": case.nbytes(ranks.size), "count": case.count, "wrong": None}
+            about["registered"] = args.register == 2
             if args.check:
                 about["wrong"] = int(ranks.over_ranks([float(tensors.wrong())], dist.ReduceOp.SUM)[0])
             records.append(about)
-        tensors.reset()
-        tensors.settle()
+            for each in (tensors, *others):
+                each.reset()
+                each.settle()
     copy = bound.call(case)
     if copy and records:
         calls[-1] = copy
@@ -127,6 +139,16 @@ def measure(ranks: Ranks, bound: Bound, case: Case, args: argparse.Namespace, te
         about |= {"repeats": repeats[key], "time_s": times[key], "bound_s": times.get(-1)}
         about["busbw_factor"] = COLLECTIVES[case.collective].busbw(ranks.size)
     return records, skipped
+
+
+def rotating(call: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[], Any]:
+    """The call on one set of arguments after the other, beginning with the first."""
+    turns = itertools.cycle(sets)
+    return lambda: call(*next(turns))
+
+
+def _registering(ranks: Ranks, args: argparse.Namespace) -> list[tuple[str, Any]]:
+    return [each for each in ranks.backends.items() if args.register == 2 and hasattr(each[1], "registered")]
 
 
 def refusal(backend: Backend, case: Case, in_place: bool) -> str:
@@ -160,6 +182,9 @@ def parse_args() -> argparse.Namespace:
     add("-T", "--timeout", type=float, default=0, help="seconds for one row, then all ends with code 1 (0: none)")
     add("-a", "--average", type=int, choices=range(4), default=3, help="0 rank 0, 1 mean, 2 min, 3 max of ranks (3)")
     add("-u", "--unalign", type=int, default=0, metavar="N", help="tensors start N elements past alignment (0)")
+    add("-D", "--device", choices=list(PLACES), default="host", help="where tensors are (host)")
+    text = "0, or 2: in memory that the backend has registered, symmetric on all ranks; on GPUs (0)"
+    add("-R", "--register", type=int, choices=[0, 2], default=0, help=text)
     add("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"], help=",".join(BACKENDS))
     known = record.names_of(COLLECTIVES, all_of=True)
     default = ["all_gather", "reduce_scatter"]
@@ -170,12 +195,22 @@ def parse_args() -> argparse.Namespace:
         parser.error("-f must be 2 or more, -n and -b 1 or more, -r 0 or more")
     if args.warmup_iters < 0 or args.unalign < 0 or args.timeout < 0:
         parser.error("-w, -u and -T must be 0 or more")
+    if args.register and args.device == "host":
+        parser.error("-R 2 is for -D gpu")
     return args
+
+
+def _bound(ranks: Ranks, nbytes: int) -> Any:
+    if ranks.place.memory == "host":
+        return Bound(ranks, nbytes)
+    from peer_copy import PeerCopy
+
+    return PeerCopy(ranks, nbytes)
 
 
 def main() -> None:
     args = parse_args()
-    with Ranks(args.backends) as ranks:
+    with Ranks(args.backends, args.device) as ranks:
         if args.root >= ranks.size:
             raise SystemExit(f"-r {args.root}: there are {ranks.size} ranks")
         wrong = _run(ranks, args)
@@ -185,8 +220,11 @@ def main() -> None:
 def _run(ranks: Ranks, args: argparse.Namespace) -> int:
     """Prints rows as they are made; returns the number of wrong elements."""
     rows = list(cases(args, ranks.size))
-    bound = Bound(ranks, max(case.nbytes(ranks.size) for case in rows))
-    header = record.header(ranks.size, ranks.nodes)
+    largest = max(case.nbytes(ranks.size) for case in rows)
+    # In and out, both places, each set of tensors, and what alignment takes.
+    args.pool_nbytes = 4 * ranks.place.sets * (largest + (1 << 20))
+    bound = _bound(ranks, largest)
+    header = record.header(ranks.size, ranks.nodes, args.device)
     header["libraries"] = {name: backend.library for name, backend in ranks.backends.items()}
     header["bound"] = bound.reason or "copy"
     records: list[Record] = [header]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from operations import Call, Case
@@ -11,9 +12,10 @@ from ranks import Ranks
 def gate(ranks: Ranks, case: Case) -> None:
     """Ends all ranks with code 1 if a backend's result differs on one of them."""
     for name, backend in ranks.backends.items():
-        call = Call(case, False, ranks.rank, ranks.size)
+        call = Call(case, False, ranks.rank, ranks.size, empty=ranks.place.empty)
         call.reset()
-        getattr(backend, case.collective)(*call.args)
+        function = functools.partial(getattr(backend, case.collective), *call.args)
+        ranks.place.timed(function)
         wrong = call.wrong()
         if ranks.maxima([float(wrong)])[0]:
             if wrong:

@@ -82,22 +82,28 @@ def count_for(collective: str, nbytes: int, dtype: torch.dtype, size: int) -> in
     return max(1, aligned // itemsize)
 
 
+Empty = Callable[[int, torch.dtype], torch.Tensor]
+
+
 class Call:
     """The tensors of one rank: `args` for the backend's method, `expected` what `result` must be."""
 
-    def __init__(self, case: Case, in_place: bool, rank: int, size: int, unalign: int = 0) -> None:
+    def __init__(
+        self, case: Case, in_place: bool, rank: int, size: int, unalign: int = 0, empty: Empty | None = None
+    ) -> None:
+        """`empty(numel, dtype)`: makes the tensors, which are in host memory otherwise."""
+        make = empty or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
         self.case, self._rank, self._size = case, rank, size
         kind, count, whole = case.collective, case.count, case.count * size
         mine = slice(rank * count, (rank + 1) * count)
-        empty = torch.empty(0, dtype=case.dtype)
-        self.result, self._inp = empty, empty
+        self.result = self._inp = torch.empty(0, dtype=case.dtype)
         self.args: tuple[Any, ...] = ()
         self.expected = _expected(case, rank, size)
         if kind == "barrier":
             return
 
         def new(numel: int) -> torch.Tensor:
-            return torch.empty(numel + unalign, dtype=case.dtype)[unalign:]
+            return make(numel + unalign, case.dtype)[unalign:]
 
         if kind == "all_gather":
             self.result = new(whole)
@@ -121,7 +127,7 @@ class Call:
 
     def wrong(self) -> int:
         """Elements of the result that are not exactly as expected."""
-        return int((self.result != self.expected).sum())
+        return int((self.result.cpu() != self.expected).sum())
 
     def settle(self) -> None:
         """Before calls are repeated: what is reduced into its own input must not grow beyond all bounds."""
@@ -140,6 +146,24 @@ def values(case: Case, rank: int, start: int, numel: int, size: int) -> torch.Te
         pattern = pattern * size
     first = start % _PERIOD
     return pattern.to(case.dtype).repeat(-(-(first + numel) // _PERIOD))[first : first + numel]
+
+
+def copies(case: Case, rank: int, size: int) -> list[tuple[int, int, int, int]]:
+    """What a rank must take from others: (offset in its memory, rank, offset there, bytes)."""
+    whole = case.nbytes(size)
+    others = [(rank + d) % size for d in range(1, size)]
+    if case.collective == "barrier":
+        return []
+    if case.collective == "broadcast":
+        return [] if rank == case.root else [(0, case.root or 0, 0, whole)]
+    if case.collective == "all_reduce":
+        # At least the others' parts of what is summed here, then the sums made elsewhere.
+        part = whole // size
+        scatter = [(part * other, other, part * rank, part) for other in others]
+        return scatter + [(part * other, other, part * other, part) for other in others]
+    part = whole // size
+    start = 0 if case.collective == "all_gather" else part * rank
+    return [(part * other, other, start, part) for other in others]
 
 
 def _expected(case: Case, rank: int, size: int) -> torch.Tensor:

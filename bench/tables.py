@@ -10,8 +10,10 @@ from record import Record
 def label(header: Record) -> str:
     """Where the figures come from, and on host memory what they cannot show."""
     machine, cores = header["machine"], header["machine"]["cores"]
+    gpus = f"{machine['gpus']}x {machine['gpu']}, driver {header['versions']['driver']}; " if "gpu" in machine else ""
     lines = [
-        f"{header['ranks']} ranks on {header['nodes']} node{'s' if header['nodes'] > 1 else ''}, one thread a rank; "
+        f"{header['ranks']} rank{'s' if header['ranks'] > 1 else ''} on {header['nodes']} "
+        f"node{'s' if header['nodes'] > 1 else ''}, one thread a rank; {gpus}"
         f"{machine['cpu']}, {cores} cores; torch {header['versions']['torch']}; {header['date']}"
     ]
     if header["memory"] == "host":

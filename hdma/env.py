@@ -146,7 +146,7 @@ CHUNK_NBYTES = Variable(
     "HDMA_CHUNK_BYTES",
     _chunk_nbytes,
     0,
-    "the piece of a shard that is pipelined, bytes (0: 256 KiB on the host, 4 MiB on a GPU)",
+    "the piece of a shard that is pipelined, bytes (0: 256 KiB on the host, by the length of the message on a GPU)",
     True,
 )
 REDUCE_BLOCKS = Variable(

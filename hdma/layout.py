@@ -28,6 +28,7 @@ class Ring(NamedTuple):
     | rail | NIC of the rail peer on node `index` | owner, and (AllGather) its node mates | node |
     | scatter | the node mate with local rank `index` | owner | local rank |
     | sum | owner: node sum for node `index` | NIC, or owner itself | node |
+    | tensor | (no slots) the owner's caller | node mates, in the caller's tensor | 0 |
     """
 
     purpose: str
@@ -61,6 +62,8 @@ ROLES: dict[tuple[str, str], tuple[str, str]] = {
     ("sum", "sent"): ("walker", "the NIC has read the node sum"),
     ("sum", "scattered"): ("walker", "the other lane has scattered the chunk"),
     ("sum", "reduced"): ("walker", "the other lane has reduced the chunk"),
+    ("tensor", "filled"): ("walker", "a tensor is there, for a node mate to read"),
+    ("tensor", "credit"): ("walker", "node mate `who` has read the tensor"),
 }
 
 
@@ -110,7 +113,7 @@ class Layout:
         """Index of the flag among the words of its owner."""
         t, ring = self.topology, flag.ring
         n, l = t.nodes, t.ranks_per_node
-        if ring.purpose == "stage":
+        if ring.purpose in ("stage", "tensor"):
             index = t.local_rank(ring.owner) if flag.role == "filled" else flag.who
         elif ring.purpose == "rail":
             if flag.role == "relayed":
@@ -139,8 +142,9 @@ class Layout:
 
         for j in range(t.ranks_per_node):
             mate = t.rank(n, j)
-            name(Flag(rank, Ring("stage", mate, 0), "filled"), mate)
-            name(Flag(rank, Ring("stage", rank, 0), "credit", j), mate)
+            for purpose in ("stage", "tensor"):
+                name(Flag(rank, Ring(purpose, mate, 0), "filled"), mate)
+                name(Flag(rank, Ring(purpose, rank, 0), "credit", j), mate)
             name(Flag(rank, Ring("scatter", rank, j), "filled"), mate)
             name(Flag(rank, Ring("scatter", mate, l), "credit"), mate)
             for m in range(t.nodes):
@@ -176,12 +180,12 @@ class Layout:
             return l + l * n + t.node(ring.owner)
         if ring.purpose == "scatter":
             return l + l * n + n + owner_local * l + ring.index
-        return l + l * n + n + l * l + ring.index
+        return l + l * n + n + l * l + (ring.index if ring.purpose == "sum" else n + owner_local)
 
     @property
     def base_count(self) -> int:
         n, l = self.topology.nodes, self.topology.ranks_per_node
-        return l + l * n + n + l * l + n
+        return l + l * n + n + l * l + n + l
 
     @cached_property
     def _ring_first(self) -> dict[str, int]:
@@ -195,7 +199,7 @@ class Layout:
         at = 0
         for purpose, role in ROLES:
             first[purpose, role] = at
-            if purpose == "stage":
+            if purpose in ("stage", "tensor"):
                 at += {"filled": l, "credit": l, "posted": 1, "sent": n}[role]
             elif purpose == "rail":
                 at += l * n if role in ("relayed", "read") else n

@@ -79,7 +79,7 @@ class Step:
 def _flag(flag: Flag | None) -> str:
     if flag is None:
         return "no flag"
-    who = f" by {flag.who}" if flag.role in ("credit", "read", "sent") and flag.ring.purpose == "stage" else ""
+    who = f" by {flag.who}" if flag.role in ("credit", "read", "sent") and flag.ring.purpose in ("stage", "tensor") else ""
     at = f"@{flag.owner}" if flag.owner != flag.ring.owner else ""
     return f"{flag.ring.purpose}[{flag.ring.owner}.{flag.ring.index}].{flag.role}{who}{at}"
 
@@ -95,6 +95,7 @@ class Variant:
     direct: node mates read each other's tensors; for one node.
     in_place: the input of a direct AllGather is the rank's shard of the output, which all ranks have so.
     batched: the copies from all node mates are handed over at once, behind the waits for all.
+    chunk_nbytes: of a chunk at most, where a slot takes more; 0: what a slot takes.
     host_wire: windows are a GPU's, of which the wire takes no memory: what goes to other nodes and what comes from
         there is copied by plan, from and to a slot of the host window.
     """
@@ -108,10 +109,11 @@ class Variant:
     in_place: bool = False
     batched: bool = False
     host_wire: bool = False
+    chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
         element, wire = self.element_nbytes, self.wire_nbytes
-        if element < 1 or (wire and (wire < element or wire % element)) or self.skew < 0:
+        if element < 1 or (wire and (wire < element or wire % element)) or min(self.skew, self.chunk_nbytes) < 0:
             raise UsageError(f"no plan has elements of {element} bytes, of {wire} on the wire, and skew {self.skew}")
 
     @property
@@ -283,7 +285,9 @@ class Plan:
     def chunk_nbytes(layout: Layout, variant: Variant) -> int:
         """The largest chunk that fits a slot, whole elements (also in the wire dtype)."""
         element = variant.element_nbytes
-        return layout.slot_nbytes // (element * variant.wire_ratio) * element
+        fits = layout.slot_nbytes // (element * variant.wire_ratio)
+        wanted = -(-variant.chunk_nbytes // element) or fits
+        return min(fits, wanted) * element
 
     def steps(self, rank: int) -> list[Step]:
         """The steps of one rank in issue order."""

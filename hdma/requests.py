@@ -6,6 +6,7 @@ functions of what all ranks share: sizes, dtypes, the layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -56,12 +57,21 @@ class _Piece(NamedTuple):
 class Requests:
     """The requests of one rank on one layout. Raises `UsageError` for dtypes and operations that there are not."""
 
-    def __init__(self, layout: Layout, rank: int, direct: bool = False, gpu: str = "", host_wire: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        direct: bool = False,
+        gpu: str = "",
+        host_wire: bool = False,
+        step_nbytes: int = 0,
+    ) -> None:
         """`direct`: node mates may read each other's tensors. `gpu`: its runtime, where the tensors are on one.
 
-        `host_wire`: the wire takes host memory only.
+        `host_wire`: the wire takes host memory only. `step_nbytes`: what the step that trails the copies moves in the
+        time that a chunk more costs, from which follows how many chunks are best; 0: as few as fit the slots.
         """
-        self._direct, self._where = direct, f" on {gpu}" if gpu else ""
+        self._direct, self._where, self._step_nbytes = direct, f" on {gpu}" if gpu else "", step_nbytes
         self._base = Variant(batched=bool(gpu), host_wire=host_wire)
         self._layout, self._rank, self._size = layout, rank, layout.topology.size
         # The C cache: as quick as a dictionary, and threads may share it.
@@ -104,6 +114,7 @@ class Requests:
             root=root,
             direct=direct,
             in_place=direct and in_place,
+            chunk_nbytes=self._chunk_nbytes(nbytes, started),
         )
         pieces, orders = self._pieces(operation, nbytes, variant, 0, nbytes, nbytes)
         return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, (0, 0, 0), started, False)
@@ -128,7 +139,11 @@ class Requests:
             )
         numbers = (REDUCED.index(dtype), REDUCED.index(wire), OPS.index(op))
         variant = replace(
-            self._base, element_nbytes=itemsize, wire_nbytes=4 if wire != dtype else itemsize, shard_major=started
+            self._base,
+            element_nbytes=itemsize,
+            wire_nbytes=4 if wire != dtype else itemsize,
+            shard_major=started,
+            chunk_nbytes=self._chunk_nbytes(nbytes, started),
         )
         unit = "a shard" if operation == "reduce_scatter" else "in all"
         text = f"{operation}({op}, {dtype}, {nbytes} bytes {unit}, {wire} on the wire){self._where}"
@@ -137,6 +152,16 @@ class Requests:
         else:
             pieces, orders = self._all_reduce(nbytes, variant), []
         return self._prepared(f"start_{text}" if started else text, pieces, orders, itemsize, numbers, started, started)
+
+    def _chunk_nbytes(self, nbytes: int, started: bool) -> int:
+        """Of a chunk of a shard, at most; 0: what fits a slot.
+
+        n chunks cost n times what one costs apart from its bytes, and the step behind the last copy takes as long as
+        nbytes / n; the sum is least at n = sqrt(nbytes / step_nbytes). A started call has as few parts as it can.
+        """
+        if not self._step_nbytes:
+            return 0
+        return max(math.isqrt(nbytes * self._step_nbytes), -(-nbytes // self._layout.slots) if started else 1)
 
     def _all_reduce(self, nbytes: int, variant: Variant) -> list[_Piece]:
         """Equal shards, and in one shot what is left over: less than an element a rank."""

@@ -34,6 +34,7 @@ OPS = ("sum", "avg", "max", "min", "prod")
 class Arguments(ctypes.Structure):
     _fields_ = (
         ("dst", ctypes.c_void_p),
+        ("also", ctypes.c_void_p),
         ("srcs", ctypes.c_void_p * 64),
         ("source_count", ctypes.c_uint),
         ("op", ctypes.c_uint),
@@ -63,9 +64,11 @@ def launch(
     divisor: int = 1,
     grid: tuple[int, int] = (2, 96),
     backwards: bool = False,
+    also: np.ndarray | None = None,
 ) -> None:
     pointers = (ctypes.c_void_p * 64)(*(src.ctypes.data for src in srcs))
-    arguments = Arguments(dst.ctypes.data, pointers, len(srcs), OPS.index(op), divisor, 0, numel)
+    second = None if also is None else also.ctypes.data
+    arguments = Arguments(dst.ctypes.data, second, pointers, len(srcs), OPS.index(op), divisor, 0, numel)
     host.run(getattr(host, name), ctypes.byref(arguments), *grid, backwards)
 
 
@@ -208,10 +211,13 @@ def test_copy(host: ctypes.CDLL) -> None:
         for to in range(17):
             at = int(rng.integers(0, 17))
             src = placed(random_bits(rng, numel, np.dtype(np.uint8)), at)
-            around = reference.misaligned(numel + 128, np.uint8, to)
-            launch(host, "hdma_copy", around[64:], [src], numel, grid=(2, 33))
-            assert np.array_equal(around[64 : 64 + numel], src)
-            assert not around[:64].any() and not around[64 + numel :].any()
+            for places in ((to,), (to, to), (to, int(rng.integers(0, 17)))):
+                arounds = [reference.misaligned(numel + 128, np.uint8, place) for place in places]
+                first, *second = [around[64:] for around in arounds]
+                launch(host, "hdma_copy", first, [src], numel, grid=(2, 33), also=second[0] if second else None)
+                for around in arounds:
+                    assert np.array_equal(around[64 : 64 + numel], src)
+                    assert not around[:64].any() and not around[64 + numel :].any()
 
 
 # What the compilers of the GPUs say.

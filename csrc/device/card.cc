@@ -15,7 +15,7 @@ constexpr unsigned kThreads = 512;
 // Of csrc/kernels/reduce_gpu.cu.
 constexpr size_t kMaxSources = 64;
 struct ReduceArguments {
-    void *dst;
+    void *dst, *also;
     const void *srcs[kMaxSources];
     unsigned source_count, op;
     int divisor;
@@ -105,9 +105,10 @@ unsigned Card::blocks(size_t nbytes) const {
     return static_cast<unsigned>(std::clamp<size_t>((nbytes + kBlockNbytes - 1) / kBlockNbytes, 1, settings_.blocks));
 }
 
-void Card::copy(Stream stream, char *dst, const char *src, size_t nbytes) {
+void Card::copy(Stream stream, char *dst, char *also, const char *src, size_t nbytes) {
     ReduceArguments arguments{};
     arguments.dst = dst;
+    arguments.also = also;
     arguments.srcs[0] = src;
     arguments.source_count = 1;
     arguments.divisor = 1;

@@ -54,7 +54,7 @@ class Card : public std::enable_shared_from_this<Card> {
     static Event event(const Moment &moment) { return *static_cast<Event *>(moment.get()); }
     using Ends = std::array<Moment, 2>;  // of the lanes; null: the call put nothing there
 
-    void copy(Stream stream, char *dst, const char *src, size_t nbytes);
+    void copy(Stream stream, char *dst, char *also, const char *src, size_t nbytes);  // also: a second dst, or null
     // Throws Error(Usage) for more sources than a launch takes.
     void reduce(Stream stream, Op op, int divisor, void *dst, Dtype dst_type, const void *const *srcs,
                 size_t source_count, Dtype src_type, size_t element_count);

@@ -1,4 +1,4 @@
-// reduce_gpu: what a GPU computes: the sum, product, maximum or minimum of several arrays in fixed order, and a copy.
+// reduce_gpu: what a GPU computes: the sum, product, maximum or minimum of several arrays in fixed order, and copies.
 //
 // One source for CUDA (NVRTC), HIP (hipRTC or clang, without headers) and, with HDMA_KERNEL_ON_HOST, a host compiler.
 // Its includer then defines __global__, __device__, __launch_bounds__, and THREAD_INDEX, BLOCK_INDEX, BLOCK_SIZE and
@@ -62,9 +62,11 @@
 #endif
 #define INLINE __device__ inline __attribute__((always_inline))
 
-// As the host lays it out. `op` is Op of plan.h; `divisor` is 1 unless the average is wanted.
+// As the host lays it out. `op` is Op of plan.h; `divisor` is 1 unless the average is wanted. `also`: a second place to
+// copy to, or null; of sums there is none.
 struct ReduceArguments {
     void *dst;
+    void *also;
     const void *srcs[64];
     unsigned source_count;
     unsigned op;
@@ -438,9 +440,10 @@ INLINE void reduce(const ReduceArguments &a) {
 }
 
 template <class Unit>
-INLINE void copy_units(void *dst, const void *src, i64 units) {
+INLINE void copy_units(void *dst, void *also, const void *src, i64 units) {
     constexpr int unroll = 8;
     auto *to = (GLOBAL Unit *)dst;
+    auto *second = (GLOBAL Unit *)also;
     auto *from = (const GLOBAL Unit *)src;
     const i64 step = threads();
     for (i64 unit = thread(); unit < units; unit += unroll * step) {
@@ -449,31 +452,37 @@ INLINE void copy_units(void *dst, const void *src, i64 units) {
         for (int u = 0; u < unroll; ++u) x[u] = from[unit + u * step < units ? unit + u * step : unit];
         UNROLL
         for (int u = 0; u < unroll; ++u)
-            if (unit + u * step < units) to[unit + u * step] = x[u];
+            if (unit + u * step < units) {
+                to[unit + u * step] = x[u];
+                if (second) second[unit + u * step] = x[u];
+            }
     }
 }
 
-// By the widest unit that both arrays can be aligned to.
+// By the widest unit that all arrays can be aligned to.
 template <class Unit>
-INLINE bool copy_by(char *dst, const char *src, i64 nbytes) {
-    if ((address(dst) ^ address(src)) & (sizeof(Unit) - 1)) return false;
+INLINE bool copy_by(char *dst, char *also, const char *src, i64 nbytes) {
+    u64 apart = (address(dst) ^ address(src)) | (also ? address(also) ^ address(src) : 0);
+    if (apart & (sizeof(Unit) - 1)) return false;
     i64 head = static_cast<i64>(-address(dst) & (sizeof(Unit) - 1));
     if (head > nbytes) head = nbytes;
     i64 units = (nbytes - head) / static_cast<i64>(sizeof(Unit)), done = units * static_cast<i64>(sizeof(Unit));
-    copy_units<Unit>(dst + head, src + head, units);
+    copy_units<Unit>(dst + head, also ? also + head : nullptr, src + head, units);
     for (i64 i = thread(); i < nbytes - done; i += threads()) {
         i64 at = i < head ? i : i + done;
         ((GLOBAL char *)dst)[at] = ((const GLOBAL char *)src)[at];
+        if (also) ((GLOBAL char *)also)[at] = ((const GLOBAL char *)src)[at];
     }
     return true;
 }
 
 INLINE void copy(const ReduceArguments &a) {
-    auto *dst = static_cast<char *>(a.dst);
+    auto *dst = static_cast<char *>(a.dst), *also = static_cast<char *>(a.also);
     auto *src = static_cast<const char *>(a.srcs[0]);
     i64 nbytes = a.element_count;
-    (void)(copy_by<Vector>(dst, src, nbytes) || copy_by<u64>(dst, src, nbytes) || copy_by<u32>(dst, src, nbytes) ||
-           copy_by<u16>(dst, src, nbytes) || copy_by<u8>(dst, src, nbytes));
+    (void)(copy_by<Vector>(dst, also, src, nbytes) || copy_by<u64>(dst, also, src, nbytes) ||
+           copy_by<u32>(dst, also, src, nbytes) || copy_by<u16>(dst, also, src, nbytes) ||
+           copy_by<u8>(dst, also, src, nbytes));
 }
 
 // By the names of the dtypes.

@@ -8,7 +8,9 @@ One builder for every grid: with one node the rail steps vanish, with one rank a
                          --put--------------------------------> rail slot -> output
                                                                           --copy-->      output
 
-Lanes: near = stage and pulls of staged chunks; rail = relay and pulls of rail chunks; put, credit = the proxy.
+Lanes: near = stage and pulls of staged chunks; rail = relay and pulls of rail chunks; put, credit = the proxy. On
+streams (`batched`) of one node, where the rail has nothing else to do, it stages, so that chunks are copied on the GPU
+while others are pulled.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ class Gather:
         return [rank for rank in ranks if rank in self.senders]
 
 
+def stage_lane(s: Steps) -> str:
+    """The same for all calls of a communicator: a flag has one writer."""
+    return "rail" if s.variant.batched and s.topology.nodes == 1 else "near"
+
+
 def gather(g: Gather) -> None:
     """Every chunk through every phase; the caller leaves."""
     s = g.s
@@ -78,25 +85,33 @@ def _stage(g: Gather, chunks: tuple[Chunk, ...]) -> None:
     if s.rank not in g.senders:
         return
     ring, mates, rail = Ring("stage", s.rank, 0), s.topology.mates(s.rank), s.topology.rail(s.rank)
+    lane, host_wire = stage_lane(s), s.variant.host_wire
+
+    def copy_own() -> None:
+        s.copy(lane, s.place("output", g.shard(s.rank), c), g.own(c), gives=_whole(g, c, s.rank))
+
     for c in chunks:
-        s.enter("near")
+        s.enter(lane)
         for mate in mates:
-            s.wait_credit("near", Flag(s.rank, ring, "credit", s.topology.local_rank(mate)), c.index)
+            s.wait_credit(lane, Flag(s.rank, ring, "credit", s.topology.local_rank(mate)), c.index)
         for peer in rail:
-            s.wait_credit("near", Flag(s.rank, ring, "sent", s.topology.node(peer)), c.index)
+            s.wait_credit(lane, Flag(s.rank, ring, "sent", s.topology.node(peer)), c.index)
         if mates or rail:
-            if g.reduced:
-                s.wait_filled("near", Flag(s.rank, Ring("sum", s.rank, s.node), "reduced"), c.index)
-            if mates or not s.variant.host_wire:
-                s.copy("near", s.slot(ring, c.index, c), g.own(c))
-            if rail and s.variant.host_wire:
-                s.copy("near", s.wire_slot(ring, c.index, c), g.own(c))
+            if g.reduced and lane == "near":
+                s.wait_filled(lane, Flag(s.rank, Ring("sum", s.rank, s.node), "reduced"), c.index)
+            if mates or not host_wire:
+                s.copy(lane, s.slot(ring, c.index, c), g.own(c))
+            # A GPU reads the chunk once for both copies, if they follow one another.
+            if g.copies_own and s.variant.batched:
+                copy_own()
+            if rail and host_wire:
+                s.copy(lane, s.wire_slot(ring, c.index, c), g.own(c))
         for mate in mates:
-            s.signal("near", Flag(mate, ring, "filled"), c.index)
+            s.signal(lane, Flag(mate, ring, "filled"), c.index)
         if rail:
-            s.signal("near", Flag(s.rank, ring, "posted"), c.index)
-        if g.copies_own:
-            s.copy("near", s.place("output", g.shard(s.rank), c), g.own(c), gives=_whole(g, c, s.rank))
+            s.signal(lane, Flag(s.rank, ring, "posted"), c.index)
+        if g.copies_own and not (s.variant.batched and (mates or rail)):
+            copy_own()
 
 
 def _put(g: Gather, chunks: tuple[Chunk, ...]) -> None:

@@ -7,7 +7,7 @@ every rank owns the whole tensor: one round, but (nodes - 1) tensors over a NIC 
 
 from __future__ import annotations
 
-from hdma.algorithms.all_gather import Gather, gather
+from hdma.algorithms.all_gather import Gather, gather, stage_lane
 from hdma.algorithms.reduce_scatter import Sum, parts, scatter_and_sum
 from hdma.plan import Steps
 
@@ -16,7 +16,7 @@ def all_reduce(s: Steps) -> None:
     """Writes the steps of AllReduce of a tensor of `size` shards; each shard becomes the sum of all ranks'."""
     count = len(s.chunks)
     s.uses(scatter=parts(s), sum=count, stage=count, rail=2 * count)
-    scatter_and_sum(Sum(s, result=lambda c: s.place("output", s.rank, c), reduced=True))
+    scatter_and_sum(Sum(s, result=lambda c: s.place("output", s.rank, c), reduced=stage_lane(s) == "near"))
     s.go_on(rail=count)
     everyone = frozenset(range(s.topology.size))
     gather(Gather(s, senders=everyone, own=lambda c: s.place("output", s.rank, c), reduced=True))

@@ -28,8 +28,8 @@ def read_mates(
     Then every output shard is given, one from each rank.
     """
     (c,) = s.chunks
-    mates, own = s.topology.mates(s.rank), Ring("stage", s.rank, 0)
-    s.uses(stage=1)
+    mates, own = s.topology.mates(s.rank), Ring("tensor", s.rank, 0)
+    s.uses(tensor=1)
     s.phase()
     s.enter("near", gives=s.rank if s.variant.in_place else None)
     if s.rank in senders:
@@ -39,7 +39,7 @@ def read_mates(
     # In rotating order, so that not all read from one.
     readable = [mate for mate in mates if mate in senders]
     for batch in [readable] if s.variant.batched else [[mate] for mate in readable]:
-        rings = {mate: Ring("stage", mate, 0) for mate in batch}
+        rings = {mate: Ring("tensor", mate, 0) for mate in batch}
         for ring in rings.values():
             s.wait_filled("near", Flag(s.rank, ring, "filled"), c.index)
         for mate in batch:

@@ -72,7 +72,7 @@ for (source, result), op in itertools.product(PAIRS, OPS):
         dst = store(0, got, offset)
         divisor = sources if op == "avg" else 1
         pointers = (c.c_void_p * 64)(*addresses)
-        arguments = Arguments(dst, pointers, sources, OPS.index(op), divisor, 0, numel)
+        arguments = Arguments(dst, None, pointers, sources, OPS.index(op), divisor, 0, numel)
         launch(f"hdma_reduce_{source.name}_{result.name}", arguments, chance.choice((1, 3, 16)))
         fetch(dst, got)
         with np.errstate(all="ignore"):
@@ -86,12 +86,14 @@ for (source, result), op in itertools.product(PAIRS, OPS):
         same = a.view(np.uint8) == b.view(np.uint8)
         assert same.all(), (source, result, op, numel, sources, offsets, np.flatnonzero(~same)[:5])
         count += 1
-for numel, to, at in itertools.product((1, 17, 4096, 1_000_003), (0, 1, 4, 8), (0, 1, 4, 8)):
+for numel, to, at, second in itertools.product((1, 17, 4096, 1_000_003), (0, 1, 4, 8), (0, 1, 4, 8), (None, 0, 5)):
     x = np.random.default_rng(numel).integers(0, 256, numel, np.uint8)
     got = np.full(numel + 16, 0x5A, np.uint8)
     src, dst = store(1, x, at), store(0, got, to)
-    launch("hdma_copy", Arguments(dst, (c.c_void_p * 64)(src), 1, 0, 1, 0, numel), 16)
-    fetch(dst, got)
-    assert np.array_equal(got[:numel], x) and (got[numel:] == 0x5A).all(), (numel, to, at)
+    also = None if second is None else store(2, got, second)
+    launch("hdma_copy", Arguments(dst, also, (c.c_void_p * 64)(src), 1, 0, 1, 0, numel), 16)
+    for place in (dst,) if also is None else (dst, also):
+        fetch(place, got)
+        assert np.array_equal(got[:numel], x) and (got[numel:] == 0x5A).all(), (numel, to, at, second)
     count += 1
 print(f"{count} launches right")

@@ -25,6 +25,7 @@ class ByValue(c.Structure):
 class ReduceArguments(c.Structure):
     _fields_ = [
         ("dst", c.c_uint64),
+        ("also", c.c_uint64),
         ("srcs", c.c_uint64 * 64),
         ("source_count", c.c_uint),
         ("op", c.c_uint),

@@ -1124,6 +1124,7 @@ int launch(const char *call, void *function, const unsigned grid[3], const unsig
     if (arguments.element_count > 0) {
         const char *name = known->name.c_str();
         if (!translate(arguments.dst, name, "destination")) return kOk;
+        if (arguments.also && !translate(arguments.also, name, "second destination")) return kOk;
         for (unsigned s = 0; s < arguments.source_count; ++s)
             if (!translate(arguments.srcs[s], name, "source")) return kOk;
     }

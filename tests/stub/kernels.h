@@ -11,7 +11,7 @@ namespace stub {
 
 // The one parameter, by value, of every kernel (csrc/kernels/reduce_gpu.cu).
 struct ReduceArguments {
-    void *dst;
+    void *dst, *also;
     const void *srcs[64];
     unsigned source_count;
     unsigned op;

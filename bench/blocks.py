@@ -1,0 +1,197 @@
+"""How many blocks of the reduction kernel: its speed, and what it costs a GEMM that runs beside it, on one GPU.
+
+    python bench/blocks.py --json blocks.jsonl
+
+  GB/s     bytes of results that the kernel makes in a second, launched back to back: alone, and beside the GEMM
+  slowdown time of the GEMMs beside the kernels / alone in the same turn, median of turns, with its 95 % interval
+  lost     GEMM time lost for each GB that the kernel made meanwhile, ms: what a choice of blocks costs in the end
+
+Link: what copy engines bring from a peer, both ways at once, 350 GB/s between two H200 at 256 MB. A kernel that makes
+less than that (of copies as staged for AllGather, of sums for ReduceScatter) holds up the copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from statistics import median
+from typing import Any
+
+import record
+import torch
+from intervals import interval_of_median
+from record import Record
+from tables import columns, label
+
+from hdma import _core, kernels
+
+NBYTES = 32 << 20  # of a result: a chunk of a large message
+BUFFERS = 6  # taken in turn, so that the caches hold none
+BLOCKS = (2, 4, 8, 16, 24, 32, 64, 132)
+# Name: kernel, sources, whether there is a second destination.
+WORK = {
+    "copy": ("hdma_copy", 1, False),
+    "copy to two": ("hdma_copy", 1, True),
+    "sum of 2": ("hdma_reduce_bfloat16_bfloat16", 2, False),
+    "sum of 8": ("hdma_reduce_bfloat16_bfloat16", 8, False),
+}
+GEMM, GEMMS = 8192, 3
+THREADS = 512
+
+
+class Arguments(ctypes.Structure):
+    """Of csrc/kernels/reduce_gpu.cu."""
+
+    _fields_ = (
+        ("dst", ctypes.c_void_p),
+        ("also", ctypes.c_void_p),
+        ("srcs", ctypes.c_void_p * 64),
+        ("source_count", ctypes.c_uint),
+        ("op", ctypes.c_uint),
+        ("divisor", ctypes.c_int),
+        ("unused", ctypes.c_uint),
+        ("element_count", ctypes.c_longlong),
+    )
+
+
+class Kernel:
+    """One piece of work, launched by the driver's own call as csrc/device/card.cc does it."""
+
+    _driver = ctypes.CDLL("libcuda.so.1")
+    _module = ctypes.c_void_p()
+
+    def __init__(self, work: str) -> None:
+        name, sources, second = WORK[work]
+        if not Kernel._module:
+            code = kernels.code("cuda", _core.gpu_info("cuda", torch.cuda.current_device())[2])
+            self._call("cuModuleLoadData", ctypes.byref(Kernel._module), code)
+        self._function = ctypes.c_void_p()
+        self._call("cuModuleGetFunction", ctypes.byref(self._function), Kernel._module, name.encode())
+        self._tensors = [torch.ones(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(max(BUFFERS, sources + 2))]
+        at = [tensor.data_ptr() for tensor in self._tensors]
+        self._arguments = []
+        for first in range(len(at)):
+            turned = at[first:] + at[:first]
+            pointers = (ctypes.c_void_p * 64)(*turned[2 : 2 + sources])
+            numel = NBYTES // (1 if name == "hdma_copy" else 2)
+            also = turned[1] if second else None
+            self._arguments.append(Arguments(turned[0], also, pointers, sources, 0, 1, 0, numel))
+        self._next = 0
+
+    def launch(self, stream: torch.cuda.Stream, blocks: int) -> None:
+        self._next = (self._next + 1) % len(self._arguments)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments[self._next]))
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        self._call("cuLaunchKernel", self._function, blocks, 1, 1, THREADS, 1, 1, 0, handle, parameters, None)
+
+    def _call(self, name: str, *args: Any) -> None:
+        error = getattr(self._driver, name)(*args)
+        if error:
+            raise SystemExit(f"{name}: error {error} of the CUDA driver")
+
+
+class Beside:
+    """GEMMs on the current stream, kernels on another one of the given priority."""
+
+    def __init__(self, priority: int) -> None:
+        self._left, self._right = (torch.randn(GEMM, GEMM, device="cuda").bfloat16() for _ in range(2))
+        self._product = torch.empty_like(self._left)
+        self._side = torch.cuda.Stream(priority=priority)
+
+    def gemms_s(self) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(GEMMS):
+            torch.mm(self._left, self._right, out=self._product)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def kernels_s(self, kernel: Kernel, blocks: int, count: int) -> float:
+        """Of one of them."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(self._side)
+        for _ in range(count):
+            kernel.launch(self._side, blocks)
+        end.record(self._side)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3 / count
+
+    def both(self, kernel: Kernel, blocks: int, count: int) -> tuple[float, float]:
+        """Seconds of the GEMMs, and how many kernels were done by then. The kernels begin first, and end last."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events[0].record(self._side)
+        for event in events[1:3]:
+            kernel.launch(self._side, blocks)
+            event.record(self._side)
+        begin.record()
+        for _ in range(GEMMS):
+            torch.mm(self._left, self._right, out=self._product)
+        end.record()
+        for event in events[3:]:
+            kernel.launch(self._side, blocks)
+            event.record(self._side)
+        torch.cuda.synchronize()
+        ends = [begin.elapsed_time(event) for event in events]
+        gemm_ms = begin.elapsed_time(end)
+        if ends[-1] < gemm_ms:
+            return gemm_ms * 1e-3, 0.0  # Not enough of them: the caller doubles the count.
+        done = sum(0 < at <= gemm_ms for at in ends)
+        last = max((at for at in ends if at <= gemm_ms), default=0.0)
+        following = min(at for at in ends if at > gemm_ms)
+        return gemm_ms * 1e-3, done + (gemm_ms - last) / (following - last)
+
+
+def measure(beside: Beside, work: str, blocks: int, priority: str, turns: int) -> Record:
+    kernel = Kernel(work)
+    count = 16
+    alone_s = median(beside.kernels_s(kernel, blocks, count) for _ in range(5))
+    count = max(4, int(1.3 * beside.gemms_s() / alone_s))
+    while not beside.both(kernel, blocks, count)[1]:
+        count *= 2
+    gemm_s, gemm_beside_s, done = [], [], []
+    for _ in range(turns):
+        gemm_s.append(beside.gemms_s())
+        took_s, kernels_done = beside.both(kernel, blocks, count)
+        gemm_beside_s.append(took_s)
+        done.append(kernels_done)
+    about = {"kind": "blocks", "work": work, "blocks": blocks, "priority": priority, "nbytes": NBYTES}
+    return {**about, "kernel_s": alone_s, "gemm_s": gemm_s, "gemm_beside_s": gemm_beside_s, "kernels_beside": done}
+
+
+def table(records: list[Record]) -> str:
+    lines: list[tuple[str, ...]] = [
+        ("work", "priority", "blocks", "GB/s alone", "GB/s beside", "GEMM slowdown", "95 % interval", "lost ms/GB")
+    ]
+    for r in records[1:]:
+        ratios = [beside / alone for alone, beside in zip(r["gemm_s"], r["gemm_beside_s"])]
+        low, high = interval_of_median(ratios)
+        made = [n * r["nbytes"] / 1e9 for n in r["kernels_beside"]]
+        rate = median(gb / s for gb, s in zip(made, r["gemm_beside_s"]))
+        lost = median((b - a) * 1e3 / gb for a, b, gb in zip(r["gemm_s"], r["gemm_beside_s"], made) if gb)
+        figures = (f"{r['nbytes'] / r['kernel_s'] / 1e9:.0f}", f"{rate:.0f}", f"{median(ratios):.3f}")
+        lines.append((r["work"], r["priority"], str(r["blocks"]), *figures, f"{low:.3f} to {high:.3f}", f"{lost:.2f}"))
+    return "\n\n".join([label(records[0]), columns(lines, 2)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=20, help="pairs of GEMMs alone and beside the kernels (20)")
+    parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
+    args = parser.parse_args()
+    records = [record.header(1, 1, "gpu")]
+    for priority, number in (("high", -5), ("low", 0)):
+        beside = Beside(number)
+        for _ in range(50):  # Until the clocks have settled under load.
+            beside.gemms_s()
+        for work in WORK if priority == "high" else ["sum of 2"]:
+            for blocks in BLOCKS:
+                records.append(measure(beside, work, blocks, priority, args.turns))
+    print(table(records), flush=True)
+    if args.json:
+        record.write(args.json, records)
+
+
+if __name__ == "__main__":
+    main()

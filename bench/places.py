@@ -1,0 +1,65 @@
+"""Where the tensors of a benchmark are, and by which clock it is measured there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Place(Protocol):
+    memory: str  # as in the header of a record
+    sets: int  # of tensors that calls take in turn, so that the caches hold none of a large one
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def timed(self, region: Callable[[], Any]) -> float:
+        """Seconds that the region takes, with all that it has started."""
+
+
+class Host:
+    memory, sets = "host", 1
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def timed(self, region: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        region()
+        return time.perf_counter() - start
+
+
+class Gpu:
+    """The GPU of this local rank; ranks may share one.
+
+    Regions run on a stream of their own: NCCL uses no copy engines on the default stream
+    (https://github.com/pytorch/pytorch/pull/170265).
+    """
+
+    memory, sets = "gpu", 3
+
+    def __init__(self, local_rank: int) -> None:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        self.stream = torch.cuda.Stream()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cuda")
+
+    def timed(self, region: Callable[[], Any]) -> float:
+        begin, end = events(2)
+        with torch.cuda.stream(self.stream):
+            begin.record()
+            region()
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+def events(count: int) -> list[torch.cuda.Event]:
+    """Events that know when they passed."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+PLACES: dict[str, Callable[[int], Place]] = {"host": lambda local_rank: Host(), "gpu": Gpu}
