@@ -6,6 +6,7 @@ after the tensors, and all_gather and reduce_scatter `async_op`, where they retu
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +25,6 @@ class Backend(Protocol):
 
     nodes: int | None  # that it made of the ranks, if it knows
     library: str  # and version
-    memories: tuple[str, ...]  # host, gpu: what it can move; where "gpu" is among them it has registered(nbytes) too
 
     def refusal(self, collective: str, op: str | None, dtype: torch.dtype, in_place: bool) -> str:
         """Why this call cannot be made, or nothing."""
@@ -36,7 +36,6 @@ class Mpi:
     """Blocking calls of the MPI that mpi4py loads. Must be made before hdma, which else starts MPI for many threads."""
 
     nodes: int | None = None
-    memories: tuple[str, ...] = ("host",)
 
     def __init__(self) -> None:
         me = launch.find()
@@ -133,8 +132,6 @@ class _MpiWork:
 class Hdma:
     """The world communicator of hdma itself, so that nothing stands between the clock and the call."""
 
-    memories: tuple[str, ...] = ("host", "gpu")
-
     def __init__(self) -> None:
         self._comm = hdma.init()
         self._registered: Any = None
@@ -166,7 +163,6 @@ class Gloo:
     """torch.distributed with gloo, which the ranks have started already to agree on sizes and clocks."""
 
     name = "gloo"
-    memories: tuple[str, ...] = ("host",)
 
     def __init__(self) -> None:
         self.nodes: int | None = None
@@ -207,7 +203,6 @@ class Torch(Gloo):
     """hdma as a backend of torch.distributed."""
 
     name = "hdma through torch.distributed"
-    memories: tuple[str, ...] = ("host", "gpu")
 
     def _make_group(self) -> Any:
         import hdma.backend  # noqa: F401
@@ -233,5 +228,16 @@ IN_TORCH: dict[str, Callable[[], Backend]] = {
     "nccl-zero": lambda: _nccl("NcclZero"),
     "low": lambda: _nccl("LowContention"),
 }
+# What moves tensors that are on GPUs, and what does only that.
+ON_GPU, ON_GPU_ALONE = ("hdma", "torch", "nccl", "nccl-zero", "low"), ("nccl", "nccl-zero", "low")
 # In the order in which they must be made.
 BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, **IN_TORCH}
+
+
+def check_places(parser: argparse.ArgumentParser, names: list[str], memory: str) -> None:
+    """Ends the program where a backend does not move what is in that memory (places.PLACES)."""
+    for name in names:
+        if memory == "gpu" and name not in ON_GPU:
+            parser.error(f"-B {name}: it does not move tensors on GPUs (-D gpu), as {','.join(ON_GPU)} do")
+        if memory == "host" and name in ON_GPU_ALONE:
+            parser.error(f"-B {name}: it moves tensors on GPUs only: add -D gpu")

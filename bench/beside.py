@@ -14,8 +14,9 @@ from operations import Case as Operation
 from places import Gpu, events
 from ranks import Ranks
 
-# Of a turn, in order: seconds, and the part of its bandwidth alone that the collective kept beside the GEMM.
-FIGURES = ("gemm_s", "collective_s", "both_s", "gemm_beside_s", "kept")
+# Of a turn, in order: seconds, and the part of its bandwidth alone that the collective lost beside the GEMM (1: it was
+# over before the GEMM), which is known on GPUs.
+FIGURES = ("gemm_s", "collective_s", "both_s", "gemm_beside_s", "lost")
 # GEMMs of a turn on a GPU take at least so long, and a collective that covers them so many times as long as they.
 WINDOW_S, COVER = 2e-3, 1.5
 
@@ -49,7 +50,7 @@ class HostCase:
 
         timed = self._ranks.timed
         alone = [timed(self._gemm), timed(lambda: self._call(*self._args))]
-        return [*alone, timed(both), beside_s, math.nan]
+        return [*alone, timed(both), beside_s, 0.0]
 
 
 class GpuCase:
@@ -87,7 +88,7 @@ class GpuCase:
         # The rest after the GEMMs runs as alone.
         each_s = collective_s / self.calls
         beside = self._covering - max(0.0, whole_s - gemm_beside_s) / each_s
-        return [gemm_s, collective_s, both_s, gemm_beside_s, beside * each_s / gemm_beside_s if covered else 0.0]
+        return [gemm_s, collective_s, both_s, gemm_beside_s, 1 - beside * each_s / gemm_beside_s if covered else 1.0]
 
     def _region(self, gemms: int, calls: int) -> tuple[float, float, bool]:
         """Seconds of all, and of the GEMMs in there; whether a collective ran until after the GEMMs."""

@@ -30,7 +30,7 @@ from typing import Any
 
 import record
 import torch.distributed as dist
-from backends import BACKENDS, Backend
+from backends import BACKENDS, Backend, check_places
 from bound import Bound
 from operations import COLLECTIVES, DTYPES, OPS, Call, Case, count_for
 from places import PLACES
@@ -195,6 +195,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("-f must be 2 or more, -n and -b 1 or more, -r 0 or more")
     if args.warmup_iters < 0 or args.unalign < 0 or args.timeout < 0:
         parser.error("-w, -u and -T must be 0 or more")
+    check_places(parser, args.backends, args.device)
     if args.register and args.device == "host":
         parser.error("-R 2 is for -D gpu")
     return args

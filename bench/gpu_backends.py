@@ -34,7 +34,6 @@ class Nccl(Gloo):
     """torch.distributed with NCCL."""
 
     name = "NCCL"
-    memories: tuple[str, ...] = ("gpu",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +78,6 @@ class LowContention(Gloo):
     small kernels. They return their result; `out` is made to be it, without a copy."""
 
     name = "low-contention"
-    memories: tuple[str, ...] = ("gpu",)
 
     def _make_group(self) -> Any:
         import torch.distributed._symmetric_memory as symmetric

@@ -7,15 +7,14 @@ weights of the next layer, or ReduceScatter sums the gradients of the last; a sh
 Results are compared with torch's before anything is timed; a difference ends the run with code 1.
 
 On GPUs (-D gpu -B hdma,nccl,nccl-zero,low --dtype bfloat16 --turns 20) the default shapes are those of the matrices of
-Llama 3 8B and 70B at 8192 tokens (or what --shapes says), --shard sets the bytes of a shard instead (for tensor
-parallelism, whose activations have any length), and a region is as many GEMMs as take 2 ms beside as many collectives as
-take about as long. HDMA_REDUCE_BLOCKS and HDMA_STREAM_PRIORITY are what may be compared.
+Llama 3 8B and 70B at 8192 tokens, --shard sets the bytes of a shard instead (for tensor parallelism, whose activations
+have any length), and a region is as many GEMMs as take 2 ms beside as many collectives as take about as long.
+HDMA_REDUCE_BLOCKS and HDMA_STREAM_PRIORITY are what may be compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -23,7 +22,7 @@ from typing import Any
 
 import record
 import report_overlap
-from backends import BACKENDS
+from backends import BACKENDS, check_places
 from beside import CASES, FIGURES
 from gate import gate
 from operations import COLLECTIVES as KINDS
@@ -82,8 +81,8 @@ def measure(
     for name, turns in mine.items():
         flat = ranks.maxima([value for turn in turns for value in turn])
         columns: Record = {key: flat[i :: len(FIGURES)] for i, key in enumerate(FIGURES)}
-        if any(map(math.isnan, columns["kept"])):
-            del columns["kept"]
+        if args.device == "host":
+            del columns["lost"]
         columns |= {"calls": cases[name].calls, "busbw_factor": KINDS[collective].busbw(ranks.size) * ranks.size}
         about = {"kind": "overlap", "backend": name, "collective": collective, "gemm": gemm, "dtype": args.dtype}
         records.append({**about, "shard_nbytes": operation.count * operation.dtype.itemsize, **columns})
@@ -114,6 +113,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
     parser.add_argument("--plot", metavar="PNG", help="also draw bars into this file")
     args = parser.parse_args()
+    check_places(parser, args.backends, args.device)
     args.shapes = args.shapes or parse_shapes(SHAPES if args.device == "host" else GPU_SHAPES)
     with Ranks(args.backends, args.device) as ranks:
         records = [record.header(ranks.size, ranks.nodes, args.device)]

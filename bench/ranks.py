@@ -32,9 +32,6 @@ class Ranks:
         made: dict[str, Backend] = {name: BACKENDS[name]() for name in first}
         _start_gloo(me)
         self.backends = {name: made[name] if name in made else BACKENDS[name]() for name in names}
-        for name, backend in self.backends.items():
-            if memory not in backend.memories:
-                raise SystemExit(f"-B {name}: it moves what is in {' or '.join(backend.memories)} memory, not {memory}")
         self.nodes = next((backend.nodes for backend in self.backends.values() if backend.nodes), 1)
 
     def barrier(self) -> None:

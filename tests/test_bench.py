@@ -4,6 +4,8 @@ import json
 import sys
 
 import collectives
+import intervals
+import numpy as np
 import operations
 import pytest
 import record
@@ -58,8 +60,8 @@ def test_means():
     rows += [overlap("gloo", g, [b] * 3) for g, b in zip(shapes, (2.0, 8.0))]
     found = report_overlap.with_means([report_overlap.summarise(row) for row in rows])
     means = {row["backend"]: row for row in found if row["gemm"] == "mean"}
-    assert [row["versus_gloo"] for row in found[:2]] == [1.0, 4.0]
-    assert means["hdma"]["versus_gloo"] == pytest.approx(2.0) and means["gloo"]["versus_gloo"] == pytest.approx(1.0)
+    assert [row["versus"] for row in found[:2]] == [1.0, 4.0]
+    assert means["hdma"]["versus"] == pytest.approx(2.0) and means["gloo"]["versus"] == pytest.approx(1.0)
     assert means["gloo"]["both_s"] == pytest.approx(4.0)
     assert means["hdma"]["hidden"] == 1.0 and means["gloo"]["hidden"] == pytest.approx((1.0 - 5.0) / 2)
 
@@ -78,6 +80,33 @@ def test_report_command(tmp_path):
     done = run(args, environment())
     assert done.code == 0 and "1.50" in done.out, done.out
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_gpus():
+    """busbw from the calls of a region, the interval of the slowdown, and a collective that did not keep up."""
+    header = {**HEADER, "memory": "gpu", "machine": {"cpu": "abacus", "cores": 2, "gpu": "slide rule", "gpus": 4}}
+    header["versions"] = {"torch": "9.9", "driver": "1.0"}
+    more = {"calls": 3, "busbw_factor": 0.75 * 4, "gemm_beside_s": [2.2, 2.4, 2.6]}
+    rows = [overlap("hdma", [8, 8, 8], [2.0] * 3, lost=[0.1, 0.1, 0.3], **more)]
+    rows += [overlap("nccl", [8, 8, 8], [3.0] * 3, lost=[0.5] * 3, **more)]
+    summary = report_overlap.summarise(rows[0])
+    assert summary["busbw"] == pytest.approx(3 * 0.75 * 4 * (1 << 20) / 1.0 / 1e9) and summary["lost"] == 0.1
+    mine = report_overlap.with_means([summary])[0]
+    assert mine["interval"] == pytest.approx((1.1, 1.3))
+    table = report_overlap.table([header, *rows])
+    assert "vs nccl" in table and "1.50" in table and "50 %!" in table and "4x slide rule, driver 1.0" in table
+    assert "CPU cores show the method" not in table
+
+
+def test_intervals():
+    """They hold what they should: the medians of samples, nearly always; and nothing where there is no spread."""
+    chance = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        low, high = intervals.interval_of_median(np.exp(chance.normal(0.0, 0.1, 21)))
+        held += low <= 1.0 <= high
+    assert 180 <= held <= 199
+    assert intervals.interval_of_mean_of_medians([[2.0, 2.0], [8.0, 8.0]]) == pytest.approx((4.0, 4.0))
 
 
 def test_overlap_runs(tmp_path):
@@ -270,12 +299,15 @@ def test_gate_stops_wrong_results(tmp_path, wrong):
 
 
 def test_arguments_refused():
-    for args in (["-B", "nccl"], ["--shapes", "8x8"], ["--collectives", "gather"]):
+    for args in (["-B", "nccl"], ["-D", "gpu", "-B", "hdma,mpi"], ["--shapes", "8x8"], ["--collectives", "gather"]):
         done = run([sys.executable, ROOT / "bench" / "overlap.py", *args], environment())
         assert done.code == 2, done.out
 
 
-@pytest.mark.parametrize("args", ["-B nccl", "-d float8", "-o mean", "-f 1", "-b 1T", "-n 0", "-a 4", "-w -1"])
+@pytest.mark.parametrize(
+    "args",
+    ["-B nccl", "-B ucc", "-D gpu -B gloo", "-R 2", "-d float8", "-o mean", "-f 1", "-b 1T", "-n 0", "-a 4", "-w -1"],
+)
 def test_arguments_of_collectives_refused(monkeypatch, args):
     monkeypatch.setattr(sys, "argv", ["collectives.py", *args.split()])
     with pytest.raises(SystemExit) as ended:
