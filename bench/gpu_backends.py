@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -30,6 +31,29 @@ class Registered:
         return self._whole[start : start + nbytes].view(dtype)
 
 
+class Window:
+    """Memory of NCCL's own that is registered with a communicator as symmetric; as long as the process lives.
+
+    By NCCL's own calls: torch's pools (register_mem_pool) ask for NVLink multicast, which not every machine has.
+    """
+
+    _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC of nccl.h, 2.27 and later
+
+    def __init__(self, comm: int, nbytes: int) -> None:
+        self._library = ctypes.CDLL("libnccl.so.2")
+        at, window = ctypes.c_void_p(), ctypes.c_void_p()
+        size = ctypes.c_size_t(nbytes)
+        self._call("ncclMemAlloc", ctypes.byref(at), size)
+        self._call("ncclCommWindowRegister", ctypes.c_void_p(comm), at, size, ctypes.byref(window), self._SYMMETRIC)
+        self.__cuda_array_interface__ = {"data": (at.value, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def _call(self, name: str, *args: Any) -> None:
+        error = getattr(self._library, name)(*args)
+        if error:
+            self._library.ncclGetErrorString.restype = ctypes.c_char_p
+            raise SystemExit(f"{name}: {self._library.ncclGetErrorString(error).decode()} ({error})")
+
+
 class Nccl(Gloo):
     """torch.distributed with NCCL."""
 
@@ -50,12 +74,8 @@ class Nccl(Gloo):
         if self._registered is None:
             # A communicator is made by its first call.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
-            backend = self._group._get_backend(torch.device("cuda"))
-            pool = torch.cuda.MemPool(backend.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                whole = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-            backend.register_mem_pool(pool, symm=True)
-            self._pool, self._registered = pool, Registered(whole)
+            comm = self._group._get_backend(torch.device("cuda"))._comm_ptr()
+            self._registered = Registered(torch.as_tensor(Window(comm, nbytes), device="cuda"))
         return self._registered
 
 

@@ -150,7 +150,11 @@ CHUNK_NBYTES = Variable(
     True,
 )
 REDUCE_BLOCKS = Variable(
-    "HDMA_REDUCE_BLOCKS", _number(1, "blocks", high=1024), 16, "the most blocks that the reduction kernel takes", False
+    "HDMA_REDUCE_BLOCKS",
+    _number(0, "blocks", high=1024),
+    0,
+    "the most blocks that the reduction kernel takes (0: 128 on NVIDIA's GPUs, 16 on AMD's)",
+    False,
 )
 STREAM_PRIORITY = Variable(
     "HDMA_STREAM_PRIORITY",

@@ -24,9 +24,12 @@ SLOTS = 4
 DEFAULT_WINDOW_NBYTES = 256 << 20
 # Slots of this length in a window of a few ranks; Requests makes chunks shorter where that is better.
 DEFAULT_CHUNK_NBYTES = 32 << 20
-# What Requests calls step_nbytes. On one H200 a chunk costs about 6 us of flags, in which 16 blocks of the reduction
-# kernel sum or copy 3 MB; a NIC of 50 GB/s sends 0.5 MB in 10 us (reckoned: no NIC has been measured).
-STEP_NBYTES, STEP_NBYTES_BY_NIC = 3 << 20, 512 << 10
+# Measured on an H200 (bench/blocks.py): beside GEMMs of cuBLAS, which keep every SM until they end, a kernel of many
+# blocks costs less than one of few, since it is over sooner. On AMD nothing has been measured.
+REDUCE_BLOCKS = {"cuda": 128, "hip": 16}
+# What Requests calls step_nbytes. On an H200 a chunk costs about 6 us of flags, in which the kernel sums or copies 6
+# MB; a NIC of 50 GB/s sends 0.5 MB in 10 us (reckoned: no NIC has been measured).
+STEP_NBYTES, STEP_NBYTES_BY_NIC = 6 << 20, 512 << 10
 
 
 class GpuSide:
@@ -59,7 +62,7 @@ class GpuSide:
                 rank=rank,
                 size=topology.size,
                 high_priority=env.STREAM_PRIORITY.read() == "high",
-                blocks=env.REDUCE_BLOCKS.read(),
+                blocks=env.REDUCE_BLOCKS.read() or REDUCE_BLOCKS[self.runtime],
                 amd_copy=env.AMD_COPY.read(),
                 amd_flag=env.AMD_FLAG.read(),
             )

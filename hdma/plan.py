@@ -21,6 +21,7 @@ from hdma.topology import Topology
 # Lanes, and who walks them: near and rail a stream or the calling thread, put and credit the proxy.
 LANES = ("near", "rail", "put", "credit")
 PROXY_LANES = ("put", "credit")
+CHUNK_ALIGN_NBYTES = 512
 
 
 class Place(NamedTuple):
@@ -79,7 +80,8 @@ class Step:
 def _flag(flag: Flag | None) -> str:
     if flag is None:
         return "no flag"
-    who = f" by {flag.who}" if flag.role in ("credit", "read", "sent") and flag.ring.purpose in ("stage", "tensor") else ""
+    many = flag.role in ("credit", "read", "sent") and flag.ring.purpose in ("stage", "tensor")
+    who = f" by {flag.who}" if many else ""
     at = f"@{flag.owner}" if flag.owner != flag.ring.owner else ""
     return f"{flag.ring.purpose}[{flag.ring.owner}.{flag.ring.index}].{flag.role}{who}{at}"
 
@@ -273,9 +275,14 @@ class Plan:
         if self.variant.direct:
             return (Chunk(0, 0, self.nbytes),)
         element = self.variant.element_nbytes
-        count = max(1, -(-self.nbytes // self.chunk_nbytes(self.layout, self.variant)))
+        longest = self.chunk_nbytes(self.layout, self.variant)
+        count = max(1, -(-self.nbytes // longest))
         elements = self.nbytes // element
         size = -(-elements // count) * element
+        # Kernels move narrow units where a chunk does not begin as its slot does.
+        aligned = -(-size // CHUNK_ALIGN_NBYTES) * CHUNK_ALIGN_NBYTES
+        if CHUNK_ALIGN_NBYTES % element == 0 and count > 1 and aligned <= longest:
+            size = aligned
         if size == 0:
             return (Chunk(0, 0, 0),)
         offsets = range(0, self.nbytes, size)

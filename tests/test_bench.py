@@ -12,6 +12,7 @@ import record
 import report_collectives
 import report_overlap
 import stub_verbs
+import timeline
 import torch
 import wire
 from processes import ROOT, environment, mpirun, ranks, run
@@ -96,6 +97,20 @@ def test_figures_of_gpus():
     table = report_overlap.table([header, *rows])
     assert "vs nccl" in table and "1.50" in table and "50 %!" in table and "4x slide rule, driver 1.0" in table
     assert "CPU cores show the method" not in table
+
+
+def test_a_timeline_of_spans():
+    """Spans that overlap count once, and what copies and kernels share is told apart."""
+    trace = [
+        {"cat": "kernel", "ts": 0, "dur": 4},
+        {"cat": "kernel", "ts": 2, "dur": 4},
+        {"cat": "gpu_memcpy", "ts": 5, "dur": 5},
+        {"cat": "cpu_op", "ts": 0, "dur": 100},
+    ]
+    copies, kernels = timeline.split(trace)
+    assert (timeline.length(copies), timeline.length(kernels)) == (5, 6)
+    assert timeline.shared(copies, kernels) == 1 and timeline.merged(kernels) == [(0, 6)]
+    assert timeline.parse_sizes("1M,16K") == [1 << 20, 16 << 10]
 
 
 def test_intervals():

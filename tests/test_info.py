@@ -345,7 +345,7 @@ def test_gpus(runtime):
     verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
     assert verdicts[f"{runtime}"] == verdicts[f"{runtime} peers"] == verdicts[f"{runtime} waits"] == "ok"
     assert (verdicts[f"{runtime} kernels"] == "ok") == compiles(runtime) == (done.code == 0), done.out
-    assert report["groups"][0]["gpu_window_nbytes"] == 32 << 20
+    assert report["groups"][0]["gpu_window_nbytes"] == 256 << 20
 
 
 def test_gpus_with_faults():

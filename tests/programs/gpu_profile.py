@@ -21,7 +21,7 @@ torch = places.torch
 comm = hdma.init()
 rank, size = comm.rank, comm.size
 N = 1 << 20
-BLOCKS = int(os.environ.get("HDMA_REDUCE_BLOCKS", 16))
+BLOCKS = int(os.environ.get("HDMA_REDUCE_BLOCKS", 128))
 symmetric = hdma.empty(size * N, torch.float32)
 mine = symmetric[rank * N : (rank + 1) * N]
 out, inp = torch.zeros(size * N, device="cuda"), torch.full((N,), float(rank), device="cuda")
