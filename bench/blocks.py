@@ -6,9 +6,9 @@
   slowdown time of the GEMMs beside the kernels / alone in the same turn, median of turns, with its 95 % interval
   lost     GEMM time lost for each GB that the kernel made meanwhile, ms: what a choice of blocks costs in the end
 
-A large GEMM of cuBLAS on Hopper keeps one block on each SM until it ends (384 threads of 168 registers, by the profiler).
-Another kernel starts when such a GEMM ends, whatever its size and its stream's priority, and delays those blocks of the
-next GEMM that wait for its SMs: of two kernels for the same work the shorter one costs less, though it has more blocks.
+A large GEMM of cuBLAS on Hopper keeps one block on each SM until it ends (384 threads of 168 registers, as a profiler
+says). Another kernel, of whatever size and priority, starts when such a GEMM ends, and delays the blocks of
+the next GEMM that wait for its SMs: of two for the same work the shorter one costs less, though it has more blocks.
 """
 
 from __future__ import annotations
