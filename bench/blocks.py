@@ -2,13 +2,9 @@
 
     python bench/blocks.py --json blocks.jsonl
 
-  GB/s     bytes of results that the kernel makes in a second, launched back to back: alone, and beside the GEMM
-  slowdown time of the GEMMs beside the kernels / alone in the same turn, median of turns, with its 95 % interval
-  lost     GEMM time lost for each GB that the kernel made meanwhile, ms: what a choice of blocks costs in the end
-
 A large GEMM of cuBLAS on Hopper keeps one block on each SM until it ends (384 threads of 168 registers, as a profiler
-says). Another kernel, of whatever size and priority, starts when such a GEMM ends, and delays the blocks of
-the next GEMM that wait for its SMs: of two for the same work the shorter one costs less, though it has more blocks.
+says). Another kernel, of whatever size and priority, starts when such a GEMM ends, and delays the blocks of the next GEMM
+that wait for its SMs, for as long as it runs.
 """
 
 from __future__ import annotations
@@ -19,10 +15,9 @@ from statistics import median
 from typing import Any
 
 import record
+import report_blocks
 import torch
-from intervals import interval_of_median
 from record import Record
-from tables import columns, label
 
 from hdma import _core, kernels
 
@@ -157,39 +152,6 @@ def measure(beside: Beside, work: str, blocks: int, priority: str, turns: int) -
     return {**about, "kernel_s": alone_s, "gemm_s": gemm_s, "gemm_beside_s": gemm_beside_s, "kernels_beside": done}
 
 
-def table(records: list[Record]) -> str:
-    lines: list[tuple[str, ...]] = [
-        (
-            "work",
-            "priority",
-            "blocks",
-            "GB/s alone",
-            "GB/s beside",
-            "GEMM slowdown",
-            "95 % interval",
-            "lost ms/GB",
-        )
-    ]
-    for r in records[1:]:
-        ratios = [beside / alone for alone, beside in zip(r["gemm_s"], r["gemm_beside_s"])]
-        low, high = interval_of_median(ratios)
-        made = [n * r["nbytes"] / 1e9 for n in r["kernels_beside"]]
-        rate = median(gb / s for gb, s in zip(made, r["gemm_beside_s"]))
-        lost = median((b - a) * 1e3 / gb for a, b, gb in zip(r["gemm_s"], r["gemm_beside_s"], made) if gb)
-        figures = (f"{r['nbytes'] / r['kernel_s'] / 1e9:.0f}", f"{rate:.0f}", f"{median(ratios):.3f}")
-        lines.append(
-            (
-                r["work"],
-                r["priority"],
-                str(r["blocks"]),
-                *figures,
-                f"{low:.3f} to {high:.3f}",
-                f"{lost:.2f}",
-            )
-        )
-    return "\n\n".join([label(records[0]), columns(lines, 2)])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=20, help="pairs of GEMMs alone and beside the kernels (20)")
@@ -202,7 +164,7 @@ def main() -> None:
             beside.gemms_s()
         for work in WORK if priority == "high" else ["sum of 2"]:
             records += [measure(beside, work, blocks, priority, args.turns) for blocks in BLOCKS]
-    print(table(records), flush=True)
+    print(report_blocks.table(records), flush=True)
     if args.json:
         record.write(args.json, records)
 

@@ -9,6 +9,7 @@ import numpy as np
 import operations
 import pytest
 import record
+import report_blocks
 import report_collectives
 import report_overlap
 import stub_verbs
@@ -122,6 +123,20 @@ def test_intervals():
         held += low <= 1.0 <= high
     assert 180 <= held <= 199
     assert intervals.interval_of_mean_of_medians([[2.0, 2.0], [8.0, 8.0]]) == pytest.approx((4.0, 4.0))
+
+
+def test_curve_of_blocks(tmp_path):
+    """The rate beside a GEMM is that of the kernels done by its end; what the GEMM lost is told for each GB of them."""
+    row = {"kind": "blocks", "work": "sum of 2", "blocks": 16, "priority": "high", "nbytes": 10**9, "kernel_s": 0.5}
+    row |= {"gemm_s": [1.0] * 3, "gemm_beside_s": [1.25] * 3, "kernels_beside": [5.0] * 3}
+    summary = report_blocks.summarise(row)
+    assert (summary["alone"], summary["beside"], summary["slowdown"]) == (2.0, 4.0, 1.25)
+    assert summary["interval"] == pytest.approx((1.25, 1.25)) and summary["lost"] == pytest.approx(50.0)
+    record.write(tmp_path / "b.jsonl", [HEADER, row, row | {"priority": "low"}])
+    args = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "b.jsonl", "--plot", tmp_path / "b.png"]
+    done = run(args, environment())
+    assert done.code == 0 and "50.00" in done.out, done.out
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_overlap_runs(tmp_path):
