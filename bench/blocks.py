@@ -3,8 +3,8 @@
     python bench/blocks.py --json blocks.jsonl
 
 A large GEMM of cuBLAS on Hopper keeps one block on each SM until it ends (384 threads of 168 registers, as a profiler
-says). Another kernel, of whatever size and priority, starts when such a GEMM ends, and delays the blocks of the next GEMM
-that wait for its SMs, for as long as it runs.
+says). Another kernel, of whatever size and priority, starts when such a GEMM ends, and delays the blocks of the next
+GEMM that wait for its SMs, for as long as it runs.
 """
 
 from __future__ import annotations
