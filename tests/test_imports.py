@@ -50,6 +50,8 @@ def test_import_loads_neither_torch_nor_mpi():
 
 
 def test_import_is_quick():
-    check = "import time; t = time.perf_counter(); import hdma; print(time.perf_counter() - t)"
-    took_s = [float(run([sys.executable, "-c", check], environment()).out) for _ in range(5)]
-    assert min(took_s) < 0.3
+    """Beside numpy's in the same process, in CPU time: machines and what else runs on them differ."""
+    check = "import time; a = time.process_time(); import numpy; b = time.process_time(); import hdma; "
+    check += "print((time.process_time() - b) / (b - a))"
+    ratios = [float(run([sys.executable, "-c", check], environment()).out) for _ in range(5)]
+    assert min(ratios) < 2
