@@ -17,7 +17,7 @@ from ranks import Ranks
 # Of a turn, in order: seconds, and the part of its bandwidth alone that the collective lost beside the GEMM (1: it was
 # over before the GEMM), which is known on GPUs.
 FIGURES = ("gemm_s", "collective_s", "both_s", "gemm_beside_s", "lost")
-# GEMMs of a turn on a GPU take at least so long, and a collective that covers them so many times as long as they.
+# GEMMs of a turn on a GPU take about so long, and collectives that cover them so many times as long.
 WINDOW_S, COVER = 2e-3, 1.5
 
 

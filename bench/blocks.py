@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 from statistics import median
-from typing import Any
 
 import record
 import report_blocks
 import torch
+from cuda_driver import Arguments, call
+from places import events
 from record import Record
 
 from hdma import _core, kernels
@@ -28,27 +29,12 @@ BLOCKS = (4, 8, 16, 32, 64, 132)
 WORK = {"copy": (1, False), "copy to two": (1, True), "sum of 2": (2, False), "sum of 8": (8, False)}
 THREADS = 512
 GEMM, GEMMS = 8192, 3
-
-
-class Arguments(ctypes.Structure):
-    """Of csrc/kernels/reduce_gpu.cu."""
-
-    _fields_ = (
-        ("dst", ctypes.c_void_p),
-        ("also", ctypes.c_void_p),
-        ("srcs", ctypes.c_void_p * 64),
-        ("source_count", ctypes.c_uint),
-        ("op", ctypes.c_uint),
-        ("divisor", ctypes.c_int),
-        ("unused", ctypes.c_uint),
-        ("element_count", ctypes.c_longlong),
-    )
+MOST_KERNELS = 1 << 14
 
 
 class Kernel:
     """One piece of work, launched by the driver's own call as csrc/device/card.cc does it."""
 
-    _driver = ctypes.CDLL("libcuda.so.1")
     _module = ctypes.c_void_p()
 
     def __init__(self, work: str) -> None:
@@ -56,9 +42,9 @@ class Kernel:
         name = "hdma_copy" if sources == 1 else "hdma_reduce_bfloat16_bfloat16"
         if not Kernel._module:
             code = kernels.code("cuda", _core.gpu_info("cuda", torch.cuda.current_device())[2])
-            self._call("cuModuleLoadData", ctypes.byref(Kernel._module), code)
+            call("cuModuleLoadData", ctypes.byref(Kernel._module), code)
         self._function = ctypes.c_void_p()
-        self._call("cuModuleGetFunction", ctypes.byref(self._function), Kernel._module, name.encode())
+        call("cuModuleGetFunction", ctypes.byref(self._function), Kernel._module, name.encode())
         self._tensors = [torch.ones(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(max(BUFFERS, sources + 2))]
         at = [tensor.data_ptr() for tensor in self._tensors]
         self._arguments = []
@@ -74,12 +60,7 @@ class Kernel:
         self._next = (self._next + 1) % len(self._arguments)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments[self._next]))
         handle = ctypes.c_void_p(stream.cuda_stream)
-        self._call("cuLaunchKernel", self._function, blocks, 1, 1, THREADS, 1, 1, 0, handle, parameters, None)
-
-    def _call(self, name: str, *args: Any) -> None:
-        error = getattr(self._driver, name)(*args)
-        if error:
-            raise SystemExit(f"{name}: error {error} of the CUDA driver")
+        call("cuLaunchKernel", self._function, blocks, 1, 1, THREADS, 1, 1, 0, handle, parameters, None)
 
 
 class Beside:
@@ -91,7 +72,7 @@ class Beside:
         self._side = torch.cuda.Stream(priority=priority)
 
     def gemms_s(self) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events(2)
         begin.record()
         for _ in range(GEMMS):
             torch.mm(self._left, self._right, out=self._product)
@@ -101,7 +82,7 @@ class Beside:
 
     def kernels_s(self, kernel: Kernel, blocks: int, count: int) -> float:
         """Of one of them."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events(2)
         begin.record(self._side)
         for _ in range(count):
             kernel.launch(self._side, blocks)
@@ -111,21 +92,21 @@ class Beside:
 
     def both(self, kernel: Kernel, blocks: int, count: int) -> tuple[float, float]:
         """Seconds of the GEMMs, and how many kernels were done by then. The kernels begin first, and end last."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        events[0].record(self._side)
-        for event in events[1:3]:
+        passed = events(count + 1)
+        begin, end = events(2)
+        passed[0].record(self._side)
+        for event in passed[1:3]:
             kernel.launch(self._side, blocks)
             event.record(self._side)
         begin.record()
         for _ in range(GEMMS):
             torch.mm(self._left, self._right, out=self._product)
         end.record()
-        for event in events[3:]:
+        for event in passed[3:]:
             kernel.launch(self._side, blocks)
             event.record(self._side)
         torch.cuda.synchronize()
-        ends = [begin.elapsed_time(event) for event in events]
+        ends = [begin.elapsed_time(event) for event in passed]
         gemm_ms = begin.elapsed_time(end)
         if ends[-1] < gemm_ms:
             return gemm_ms * 1e-3, 0.0  # Not enough of them: the caller doubles the count.
@@ -142,6 +123,8 @@ def measure(beside: Beside, work: str, blocks: int, priority: str, turns: int) -
     count = max(4, int(1.3 * beside.gemms_s() / alone_s))
     while not beside.both(kernel, blocks, count)[1]:
         count *= 2
+        if count > MOST_KERNELS:
+            raise SystemExit(f"{MOST_KERNELS} kernels are over before the GEMMs: there is nothing to measure")
     gemm_s, gemm_beside_s, done = [], [], []
     for _ in range(turns):
         gemm_s.append(beside.gemms_s())

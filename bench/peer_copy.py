@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from cuda_driver import call, library
 from operations import Case, copies
 from ranks import Ranks
 
@@ -23,16 +23,15 @@ class PeerCopy:
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self._rank, self._size, self.reason = ranks.rank, ranks.size, ""
         torch.cuda.synchronize()  # The driver's calls below need the context that torch has made.
-        self._driver = ctypes.CDLL("libcuda.so.1")
         self._own, self._theirs = self._allocate(nbytes), self._allocate(nbytes)
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._theirs))
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._theirs))
         self._peers = []
         for rank, raw in enumerate(ranks.gather(bytes(handle))):
             at = ctypes.c_uint64(self._theirs)
             if rank != ranks.rank and not self.reason:
                 peer = _Handle.from_buffer_copy(raw)
-                error = self._driver.cuIpcOpenMemHandle_v2(ctypes.byref(at), peer, _LAZY_PEER_ACCESS)
+                error = library().cuIpcOpenMemHandle_v2(ctypes.byref(at), peer, _LAZY_PEER_ACCESS)
                 self.reason = f"rank {rank}'s memory cannot be mapped (error {error})" if error else ""
             self._peers.append(at.value)
         self.reason = next((reason for reason in ranks.gather(self.reason) if reason), "")
@@ -48,21 +47,15 @@ class PeerCopy:
             for here, source, there, nbytes in copies(case, to, self._size)
             if source == self._rank
         ]
-        move = self._driver.cuMemcpyAsync
 
         def copy() -> None:
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             for to, source, nbytes in moves:
-                move(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), stream)
+                call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), stream)
 
         return copy
 
     def _allocate(self, nbytes: int) -> int:
         at = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(max(nbytes, 1)))
+        call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(max(nbytes, 1)))
         return at.value
-
-    def _call(self, name: str, *args: Any) -> None:
-        error = getattr(self._driver, name)(*args)
-        if error:
-            raise SystemExit(f"{name}: error {error} of the CUDA driver")

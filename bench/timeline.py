@@ -8,7 +8,7 @@ Sizes are those of a rank's shard. Of rank 0, microseconds a call:
   bound    copy engines pushing the same bytes to the peers, all ranks at once, in the same run
   host     time of the host in a call, while the streams have room
   copies   copies between GPUs (and to and from the host) are going on
-  kernels  kernels of hdma's are: copies on this GPU, and sums
+  kernels  kernels are: of hdma's, copies on this GPU and sums
   both     copies and kernels at the same time
   neither  nothing is: flags, waits for the peer, the start of a copy
   gap      between a copy's end and the start of the next one, median

@@ -24,8 +24,8 @@ SLOTS = 4
 DEFAULT_WINDOW_NBYTES = 256 << 20
 # Slots of this length in a window of a few ranks; Requests makes chunks shorter where that is better.
 DEFAULT_CHUNK_NBYTES = 32 << 20
-# Measured on an H200 (bench/blocks.py): of what keeps up with the links, 16 blocks and more, about 128 cost a GEMM
-# beside it least, since they are through soonest. On AMD nothing has been measured.
+# Measured on an H200 (bench/blocks.py): of what is as fast as the links, 16 blocks and more, about 128 cost a GEMM
+# beside it least. On AMD nothing has been measured.
 REDUCE_BLOCKS = {"cuda": 128, "hip": 16}
 # What Requests calls step_nbytes. On an H200 a chunk costs about 6 us of flags, in which the kernel sums or copies 6
 # MB; a NIC of 50 GB/s sends 0.5 MB in 10 us (reckoned: no NIC has been measured).

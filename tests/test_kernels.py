@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_driver import Arguments
 from processes import ROOT, environment, run_all
 from programs import reference
 
@@ -29,19 +30,6 @@ SINGLE = np.dtype(np.float32)
 PAIRS = [(x, x) for x in DTYPES] + [(x, SINGLE) for x in HALVES] + [(SINGLE, x) for x in HALVES]
 NAMES = [f"hdma_reduce_{a.name}_{b.name}" for a, b in PAIRS]
 OPS = ("sum", "avg", "max", "min", "prod")
-
-
-class Arguments(ctypes.Structure):
-    _fields_ = (
-        ("dst", ctypes.c_void_p),
-        ("also", ctypes.c_void_p),
-        ("srcs", ctypes.c_void_p * 64),
-        ("source_count", ctypes.c_uint),
-        ("op", ctypes.c_uint),
-        ("divisor", ctypes.c_int),
-        ("unused", ctypes.c_uint),
-        ("element_count", ctypes.c_longlong),
-    )
 
 
 @pytest.fixture(scope="module")

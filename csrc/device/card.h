@@ -31,7 +31,7 @@
 
 namespace hdma {
 
-class Card : public std::enable_shared_from_this<Card> {
+class Card {
   public:
     struct Settings {
         bool high_priority;

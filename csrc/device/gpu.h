@@ -10,7 +10,7 @@
 //                              host memory of this rank, pinned: what goes to other nodes is copied there by plan
 //
 // Steps of a lane are gathered and handed to the driver in groups: words in one call, copies that do not depend on one
-// another in one batch. What moves between two GPUs, or to and from the host, goes by copy engine; what stays on one
+// another in one batch, two copies of the same bytes on this GPU in one kernel. What moves between two GPUs, or to and from the host, goes by copy engine; what stays on one
 // GPU (also from one process to another) is the reduction kernel's, since a driver's own copy there is a kernel of any
 // size it likes (measured).
 //

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_kernels import OPS, PAIRS, Arguments, expected
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+from cuda_driver import Arguments
+from test_kernels import OPS, PAIRS, expected
 
 from hdma import _core, kernels
 
