@@ -18,6 +18,8 @@ import numpy as np
 import hdma
 
 STOPPED_S = float(sys.argv[1])
+# Copies of the tensors come before the wait, by twelve threads on what cores there are.
+LATE_S = 3.0
 comm = hdma.init()
 rank, size, victim = comm.rank, comm.size, comm.size - 1
 timeout_s = float(os.environ["HDMA_TIMEOUT_S"])
@@ -51,7 +53,7 @@ def one(ways: Callable[[hdma.Communicator], None], group: hdma.Communicator) -> 
     except hdma.Error as error:
         took_s = time.monotonic() - started
         print(f"{ways.__name__}: {type(error).__name__} after {took_s:.2f} s: {error}")
-        if rank != victim and not (isinstance(error, TimeoutError) and timeout_s - 0.1 < took_s < timeout_s + 1.5):
+        if rank != victim and not (isinstance(error, TimeoutError) and timeout_s - 0.1 < took_s < timeout_s + LATE_S):
             problems.append(f"{ways.__name__}: {type(error).__name__} after {took_s:.2f} s: {error}")
         if rank == victim and took_s > 2.0:
             problems.append(f"{ways.__name__}: {took_s:.2f} s after it went on")
