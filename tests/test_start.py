@@ -20,7 +20,6 @@ from test_collectives import PROGRAMS, grid_env, run_grid
 
 from hdma import env, errors
 from hdma.launch import Launch
-from hdma.rendezvous import folder as folder_module
 from hdma.rendezvous.folder import Folder
 from hdma.rendezvous.process import Process
 
@@ -158,7 +157,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_the_place_of_a_killed_process_is_taken(tmp_path: Path) -> None:
+def test_the_place_of_a_killed_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_behind(tmp_path, 0, kill)
     assert list(tmp_path.glob("*/joined.0"))
     taken, failures = [], []
@@ -169,7 +168,14 @@ def test_the_place_of_a_killed_process_is_taken(tmp_path: Path) -> None:
         except errors.UsageError as error:
             failures.append(error)
 
-    # Of several that want it, one gets it.
+    write = Folder._write
+
+    def slow_to_return(self: Folder, name: str, content: bytes, exclusive: bool = False) -> None:
+        write(self, name, content, exclusive)
+        time.sleep(0.2)
+
+    # Of several that want it, one gets it, also when they see each other's records at once.
+    monkeypatch.setattr(Folder, "_write", slow_to_return)
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -213,7 +219,6 @@ def test_the_place_of_another_host_is_taken_after_an_age(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Process, "this", lambda: of_another_host(time.time() - 10))
         Folder(launch(0), tmp_path, "a", timeout_s=1)
-    folder_module._here.clear()
     with pytest.raises(errors.UsageError, match=f"holds process 1 on far.*earlier job's, remove {tmp_path}"):
         Folder(launch(0), tmp_path, "a", timeout_s=1)
     with monkeypatch.context() as patch:

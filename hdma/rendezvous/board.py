@@ -32,10 +32,12 @@ _GRACE_S = 0.7
 
 # Of attempts that have failed here, by own rank: what is told about them is no news to a later one.
 _known_failures: set[tuple[int, str]] = set()
+# The tokens with which this process has joined, or is about to, and not left.
+_live: set[str] = set()
 
 
 class Board(Rendezvous):
-    """`where` names the place in errors. A subclass pins `self.record` as "joined" before the first exchange."""
+    """`where` names the place in errors. A subclass calls `_enter()` when it is ready to join."""
 
     def __init__(self, rank: int, size: int, where: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size
@@ -53,6 +55,18 @@ class Board(Rendezvous):
         self._told = self._closed = self.failed = False
         # Gave up before all had joined: what was told must outlive this rank's stay.
         self.early = False
+
+    def _enter(self) -> None:
+        _live.add(self._token)  # Before its record is there to be seen: another thread may want the same place.
+        try:
+            self._join()
+        except BaseException:
+            _live.discard(self._token)
+            raise
+
+    def _join(self) -> None:
+        """A subclass where a place may be taken looks whether the record there is left behind, and raises if not."""
+        self._pin("joined", self.record)
 
     @abstractmethod
     def _pin(self, name: str, content: bytes) -> None:
@@ -86,7 +100,10 @@ class Board(Rendezvous):
         if not self._closed:
             self._closed = True
             self._watched = self._doubt = None  # What they hold must not wait for the garbage collector.
-            self._leave()
+            try:
+                self._leave()
+            finally:
+                _live.discard(self._token)
 
     def exchange(self, key: str, payload: bytes, timeout_s: float) -> list[bytes]:
         if self._closed:
@@ -222,6 +239,14 @@ def _parse(note: bytes) -> dict[str, Any]:
 
 def _process(note: dict[str, Any]) -> Process:
     return Process(**note["process"])
+
+
+def is_left_behind(record: bytes) -> bool:
+    """Whether who wrote a record is known to have ended, or is this process and has left."""
+    process = process_of(record)
+    if process is None:
+        return False
+    return _parse(record).get("token") not in _live if process.is_this else process.is_gone
 
 
 def process_of(record: bytes) -> Process | None:

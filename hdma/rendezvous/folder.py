@@ -20,7 +20,7 @@ from pathlib import Path
 from hdma.errors import DeviceError, Error, UsageError
 from hdma.launch import Launch
 from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, twice_error
-from hdma.rendezvous.board import Board, process_of
+from hdma.rendezvous.board import Board, is_left_behind, process_of
 
 # How long whoever takes a dead process's place may need for it.
 _TAKE_S = 2.0
@@ -34,9 +34,6 @@ _REMEDIES = {
     errno.EMFILE: "Raise the limit of open files: ulimit -n",
     errno.ENFILE: "Close files: the system has no more",
 }
-
-# The places that this process has joined and not left.
-_here: set[tuple[Path, int]] = set()
 
 
 class Folder(Board):
@@ -54,7 +51,7 @@ class Folder(Board):
         self._stamped_s = 0.0
         self._cache: dict[str, tuple[tuple[int, int] | None, bytes]] = {}
         try:
-            self._join()
+            self._enter()
         except OSError as error:
             if error.errno in _REMEDIES:
                 raise self._lost(error) from error
@@ -73,7 +70,6 @@ class Folder(Board):
 
     def _leave(self) -> None:
         """The last to leave removes the folder."""
-        _here.discard((self._path, self.rank))
         try:
             if self._joined(self.rank) == self.record:
                 self._remove(f"joined.{self.rank}")
@@ -113,15 +109,10 @@ class Folder(Board):
                     raise self._twice(old) from None
             if not deadline.pause():
                 raise self._twice(self._joined(self.rank)) from None
-        _here.add((self._path, self.rank))
 
     def _replaceable(self, record: bytes) -> bool:
         process = process_of(record)
-        if process is None:  # No record of ours.
-            return False
-        if process.is_this:
-            return (self._path, self.rank) not in _here
-        return process.is_gone or process.predates(self._timeout_s)
+        return is_left_behind(record) or (process is not None and process.predates(self._timeout_s))
 
     def _take(self, record: bytes) -> bool:
         """Whether this process, and no other, may replace or remove a record."""

@@ -122,7 +122,7 @@ class Mpi(Board):
                 _finalize["failed"] = True
                 missing = set(range(self.size)) - self._post.greeted
                 raise missing_error("MPI", "join", self.rank, missing, self.size, timeout_s)
-        self._pin("joined", self.record)
+        self._enter()
 
     def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
         if len(ranks) == 1:
@@ -131,7 +131,7 @@ class Mpi(Board):
         Board.__init__(part, ranks.index(self.rank), len(ranks), "MPI", self._timeout_s)
         part._members = [self._members[rank] for rank in ranks]
         part._meeting = f"{self._meeting} {self.session} {label}"
-        part._pin("joined", part.record)
+        part._enter()
         return part
 
     def tell(self, error: BaseException) -> None:

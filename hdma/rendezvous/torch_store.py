@@ -15,15 +15,13 @@ from typing import Any
 from hdma.errors import Error, UsageError, WireError
 from hdma.launch import Launch
 from hdma.rendezvous.base import Deadline, Rendezvous, SingleProcess, missing_error, twice_error
-from hdma.rendezvous.board import Board, process_of
+from hdma.rendezvous.board import Board, is_left_behind, process_of
 
 # The host waits no longer than this for others to have read, and stays this long after it has given up.
 _READ_S, _LINGER_S = 5.0, 0.2
 
 # What this process hosts lives as long as it does: another rank may already use the port for torch.distributed.
 _hosted: dict[tuple[str, str], Any] = {}
-# The keys under which this process has joined and not left.
-_here: set[str] = set()
 
 
 def from_environment(launch: Launch, meeting: str, timeout_s: float) -> TorchStore:
@@ -87,7 +85,7 @@ class TorchStore(Board):
         # A restarted job finds the keys of its last life in torchrun's store.
         self._prefix = f"hdma/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{meeting}"
         with self._reachable():
-            self._join()
+            self._enter()
 
     def subset(self, ranks: Sequence[int], label: str) -> Rendezvous:
         if len(ranks) == 1:
@@ -109,19 +107,13 @@ class TorchStore(Board):
                 break
             if found == old:  # Somebody else was faster.
                 raise self._twice(found)
-            process = process_of(found)
-            free = process and ((process.is_this and key not in _here) or process.is_gone)
-            if not free:
+            if not is_left_behind(found):
                 raise self._twice(found)
             old = found
-        _here.add(key)
         if not old:
             self._count_in("joined")
         # Last: who sees it looks at the rest.
         self._count_change("joins")
-
-    def _leave(self) -> None:
-        _here.discard(self._name("joined", self.rank))
 
     def _twice(self, found: bytes) -> UsageError:
         holder = process_of(found) or "another process"
