@@ -17,6 +17,7 @@ import torch.distributed as dist
 import hdma
 from hdma import launch
 
+REGISTERED_ALIGN_NBYTES = 512
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -230,14 +231,25 @@ IN_TORCH: dict[str, Callable[[], Backend]] = {
 }
 # What moves tensors that are on GPUs, and what does only that.
 ON_GPU, ON_GPU_ALONE = ("hdma", "torch", "nccl", "nccl-zero", "low"), ("nccl", "nccl-zero", "low")
+# What has memory of its own to make tensors in: a method `registered(nbytes)`, always called with the same number.
+REGISTERING = ("hdma", "nccl", "nccl-zero", "low")
 # In the order in which they must be made.
 BACKENDS: dict[str, Callable[[], Backend]] = {"mpi": Mpi, "hdma": Hdma, **IN_TORCH}
 
 
-def check_places(parser: argparse.ArgumentParser, names: list[str], memory: str) -> None:
-    """Ends the program where a backend does not move what is in that memory (places.PLACES)."""
+def add_register(parser: argparse.ArgumentParser) -> None:
+    text = "0, or 2: in memory that the backend has registered, symmetric on all ranks; on GPUs (0)"
+    parser.add_argument("-R", "--register", type=int, choices=[0, 2], default=0, help=text)
+
+
+def check_places(parser: argparse.ArgumentParser, names: list[str], memory: str, register: int) -> None:
+    """Ends the program where a backend does not move what is in that memory (places.PLACES), or cannot register it."""
+    if register and memory == "host":
+        parser.error("-R 2 is for -D gpu")
     for name in names:
         if memory == "gpu" and name not in ON_GPU:
             parser.error(f"-B {name}: it does not move tensors on GPUs (-D gpu), as {','.join(ON_GPU)} do")
         if memory == "host" and name in ON_GPU_ALONE:
             parser.error(f"-B {name}: it moves tensors on GPUs only: add -D gpu")
+        if register and name not in REGISTERING:
+            parser.error(f"-B {name} -R 2: it has no memory to register, as {','.join(REGISTERING)} have")

@@ -1,4 +1,7 @@
-"""One GEMM and one collective of one backend, alone and side by side, on the host and on a GPU."""
+"""One GEMM and one collective of one backend, alone and side by side, on the host and on a GPU.
+
+`function` is the backend's, `sets` are the tensors that its calls take in turn.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backends import Backend
 from operations import Call
-from operations import Case as Operation
 from places import Gpu, events
 from ranks import Ranks
 
@@ -26,13 +27,11 @@ class HostCase:
 
     calls = 1
 
-    def __init__(self, ranks: Ranks, backend: Backend, operation: Operation, gemm: tuple[int, int, int]) -> None:
-        self._ranks = ranks
-        self._left, self._right, self._product = matrices(ranks, operation.dtype, gemm)
-        self._call = getattr(backend, operation.collective)
-        call = Call(operation, False, ranks.rank, ranks.size)
-        call.reset()
-        self._args = call.args
+    def __init__(
+        self, ranks: Ranks, function: Callable[..., Any], sets: list[Call], gemm: tuple[int, int, int]
+    ) -> None:
+        self._ranks, self._call, self._args = ranks, function, sets[0].args
+        self._left, self._right, self._product = matrices(ranks, sets[0].case.dtype, gemm)
 
     def _gemm(self) -> None:
         torch.mm(self._left, self._right, out=self._product)
@@ -59,17 +58,13 @@ class GpuCase:
     The GEMM's slowdown is measured apart, beside so many collectives that they go on until after the last GEMM.
     """
 
-    def __init__(self, ranks: Ranks, backend: Backend, operation: Operation, gemm: tuple[int, int, int]) -> None:
+    def __init__(
+        self, ranks: Ranks, function: Callable[..., Any], sets: list[Call], gemm: tuple[int, int, int]
+    ) -> None:
         assert isinstance(ranks.place, Gpu)
         self._ranks, self._side, self._main = ranks, ranks.place.stream, torch.cuda.Stream()
-        self._left, self._right, self._product = matrices(ranks, operation.dtype, gemm)
-        self._call = getattr(backend, operation.collective)
-        self._sets = []
-        for _ in range(ranks.place.sets):
-            call = Call(operation, False, ranks.rank, ranks.size, empty=ranks.place.empty)
-            call.reset()
-            self._sets.append(call.args)
-        self._next = 0
+        self._left, self._right, self._product = matrices(ranks, sets[0].case.dtype, gemm)
+        self._call, self._sets, self._next = function, [call.args for call in sets], 0
         self._gemms = self.calls = self._covering = 1
         gemm_s, collective_s = self._alone()[:2]
         for _ in range(3):  # The first were slow.

@@ -30,7 +30,7 @@ from typing import Any
 
 import record
 import torch.distributed as dist
-from backends import BACKENDS, Backend, check_places
+from backends import BACKENDS, Backend, add_register, check_places
 from bound import Bound
 from operations import COLLECTIVES, DTYPES, OPS, Call, Case, count_for
 from places import PLACES
@@ -91,21 +91,17 @@ def measure(ranks: Ranks, bound: Any, case: Case, args: argparse.Namespace, tell
     records: list[Record] = []
     skipped: list[str] = []
     calls: dict[int, Callable[[], Any]] = {}
-    registered = {name: backend.registered(args.pool_nbytes) for name, backend in _registering(ranks, args)}
-    for memory in registered.values():
-        memory.reset()
+    memories = ranks.memories(args.rows, args.register, args.unalign)
+    sets = ranks.place.sets(case.nbytes(ranks.size))
     for in_place in COLLECTIVES[case.collective].in_place:
         for name, backend in ranks.backends.items():
             what = f"{name} {case.collective}{' in place' if in_place else ''}"
             reason = refusal(backend, case, in_place)
-            if not reason and args.register and name not in registered:
-                reason = "it has no memory to register"
             if reason:
                 skipped.append(f"{what} left out: {reason}")
                 continue
-            empty = registered.get(name, ranks.place).empty
-            place = (in_place, ranks.rank, ranks.size, args.unalign, empty)
-            tensors, *others = [Call(case, *place) for _ in range(ranks.place.sets)]
+            place = (in_place, ranks.rank, ranks.size, args.unalign, memories[name].empty)
+            tensors, *others = [Call(case, *place) for _ in range(sets)]
             function = rotating(getattr(backend, case.collective), [each.args for each in (tensors, *others)])
             for each in (tensors, *others):
                 each.reset()
@@ -147,10 +143,6 @@ def rotating(call: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[
     return lambda: call(*next(turns))
 
 
-def _registering(ranks: Ranks, args: argparse.Namespace) -> list[tuple[str, Any]]:
-    return [each for each in ranks.backends.items() if args.register == 2 and hasattr(each[1], "registered")]
-
-
 def refusal(backend: Backend, case: Case, in_place: bool) -> str:
     if case.op == "avg" and not case.dtype.is_floating_point:
         return f"{case.dtype_name} has no average"
@@ -183,8 +175,7 @@ def parse_args() -> argparse.Namespace:
     add("-a", "--average", type=int, choices=range(4), default=3, help="0 rank 0, 1 mean, 2 min, 3 max of ranks (3)")
     add("-u", "--unalign", type=int, default=0, metavar="N", help="tensors start N elements past alignment (0)")
     add("-D", "--device", choices=list(PLACES), default="host", help="where tensors are (host)")
-    text = "0, or 2: in memory that the backend has registered, symmetric on all ranks; on GPUs (0)"
-    add("-R", "--register", type=int, choices=[0, 2], default=0, help=text)
+    add_register(parser)
     add("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"], help=",".join(BACKENDS))
     known = record.names_of(COLLECTIVES, all_of=True)
     default = ["all_gather", "reduce_scatter"]
@@ -195,9 +186,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("-f must be 2 or more, -n and -b 1 or more, -r 0 or more")
     if args.warmup_iters < 0 or args.unalign < 0 or args.timeout < 0:
         parser.error("-w, -u and -T must be 0 or more")
-    check_places(parser, args.backends, args.device)
-    if args.register and args.device == "host":
-        parser.error("-R 2 is for -D gpu")
+    check_places(parser, args.backends, args.device, args.register)
     return args
 
 
@@ -220,11 +209,8 @@ def main() -> None:
 
 def _run(ranks: Ranks, args: argparse.Namespace) -> int:
     """Prints rows as they are made; returns the number of wrong elements."""
-    rows = list(cases(args, ranks.size))
-    largest = max(case.nbytes(ranks.size) for case in rows)
-    # In and out, both places, each set of tensors, and what alignment takes.
-    args.pool_nbytes = 4 * ranks.place.sets * (largest + (1 << 20))
-    bound = _bound(ranks, largest)
+    args.rows = rows = list(cases(args, ranks.size))
+    bound = _bound(ranks, max(case.nbytes(ranks.size) for case in rows))
     header = record.header(ranks.size, ranks.nodes, args.device)
     header["libraries"] = {name: backend.library for name, backend in ranks.backends.items()}
     header["bound"] = bound.reason or "copy"

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import Gloo
-
-ALIGN_NBYTES = 512
+from backends import REGISTERED_ALIGN_NBYTES, Gloo
 
 
 class Registered:
@@ -23,7 +21,7 @@ class Registered:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        start, self._used = self._used, self._used + -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+        start, self._used = self._used, self._used + -(-nbytes // REGISTERED_ALIGN_NBYTES) * REGISTERED_ALIGN_NBYTES
         if self._used > self._whole.numel():
             raise SystemExit(
                 f"the registered buffer has {self._whole.numel()} bytes, of which {self._used} are asked for"

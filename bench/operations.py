@@ -6,7 +6,7 @@ what a rank gives and what it gets, so for all_gather and reduce_scatter the sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,11 +82,25 @@ def count_for(collective: str, nbytes: int, dtype: torch.dtype, size: int) -> in
     return max(1, aligned // itemsize)
 
 
+def numels(case: Case, in_place: bool, size: int) -> list[int]:
+    """Elements of each tensor of a call, the result first but for collectives that work in place."""
+    if case.collective == "barrier":
+        return []
+    if not COLLECTIVES[case.collective].parts:
+        return [case.count]
+    whole = case.count * size
+    if case.collective == "all_to_all":
+        return [whole, whole]
+    if in_place:
+        return [whole]
+    return [whole, case.count] if case.collective == "all_gather" else [case.count, whole]
+
+
 Empty = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Call:
-    """The tensors of one rank: `args` for the backend's method, `expected` what `result` must be."""
+    """The tensors of one rank: `args` for the backend's method, of which `result` is checked."""
 
     def __init__(
         self, case: Case, in_place: bool, rank: int, size: int, unalign: int = 0, empty: Empty | None = None
@@ -94,30 +108,20 @@ class Call:
         """`empty(numel, dtype)`: makes the tensors, which are in host memory otherwise."""
         make = empty or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
         self.case, self._rank, self._size = case, rank, size
-        kind, count, whole = case.collective, case.count, case.count * size
-        mine = slice(rank * count, (rank + 1) * count)
         self.result = self._inp = torch.empty(0, dtype=case.dtype)
         self.args: tuple[Any, ...] = ()
-        self.expected = _expected(case, rank, size)
-        if kind == "barrier":
+        made = [make(numel + unalign, case.dtype)[unalign:] for numel in numels(case, in_place, size)]
+        if not made:
             return
-
-        def new(numel: int) -> torch.Tensor:
-            return make(numel + unalign, case.dtype)[unalign:]
-
-        if kind == "all_gather":
-            self.result = new(whole)
-            self._inp = self.result[mine] if in_place else new(count)
-            self.args = (self.result, self._inp)
-        elif kind == "reduce_scatter":
-            self._inp = new(whole)
-            self.result = self._inp[mine] if in_place else new(count)
-            self.args = (self.result, self._inp, case.op)
-        elif kind == "all_to_all":
-            self._inp, self.result = new(whole), new(whole)
-            self.args = (self.result, self._inp)
+        self.result, self._inp = made[0], made[-1]
+        mine = slice(rank * case.count, (rank + 1) * case.count)
+        if COLLECTIVES[case.collective].parts:
+            if in_place and case.collective == "all_gather":
+                self._inp = self.result[mine]
+            elif in_place:
+                self.result = self._inp[mine]
+            self.args = (self.result, self._inp, *([case.op] if case.op else []))
         else:
-            self._inp = self.result = new(count)
             self.args = (self.result, case.op if case.op else case.root)
 
     def reset(self) -> None:
@@ -127,7 +131,20 @@ class Call:
 
     def wrong(self) -> int:
         """Elements of the result that are not exactly as expected."""
-        return int((self.result.cpu() != self.expected).sum())
+        return sum(int((found != wanted).sum()) for _, found, wanted in self._parts())
+
+    def first_wrong(self) -> str:
+        """The first such element, in words; nothing if there is none."""
+        for start, found, wanted in self._parts():
+            differ = (found != wanted).nonzero()
+            if len(differ):
+                at = int(differ[0])
+                return f"the first at {start + at}: {found[at]} instead of {wanted[at]}"
+        return ""
+
+    def _parts(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, wanted in expected(self.case, self._rank, self._size, self.result.device):
+            yield start, self.result[start : start + len(wanted)], wanted
 
     def settle(self) -> None:
         """Before calls are repeated: what is reduced into its own input must not grow beyond all bounds."""
@@ -135,7 +152,9 @@ class Call:
             self._inp.zero_()
 
 
-def values(case: Case, rank: int, start: int, numel: int, size: int) -> torch.Tensor:
+def values(
+    case: Case, rank: int, start: int, numel: int, size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Elements start .. start + numel of a rank's input: small whole numbers, reduced exactly in any order."""
     seed = torch.Generator().manual_seed(rank)
     low = 0 if case.dtype == torch.uint8 else -8
@@ -145,7 +164,7 @@ def values(case: Case, rank: int, start: int, numel: int, size: int) -> torch.Te
     elif case.op == "avg":
         pattern = pattern * size
     first = start % _PERIOD
-    return pattern.to(case.dtype).repeat(-(-(first + numel) // _PERIOD))[first : first + numel]
+    return pattern.to(case.dtype).to(device).repeat(-(-(first + numel) // _PERIOD))[first : first + numel]
 
 
 def copies(case: Case, rank: int, size: int) -> list[tuple[int, int, int, int]]:
@@ -166,22 +185,29 @@ def copies(case: Case, rank: int, size: int) -> list[tuple[int, int, int, int]]:
     return [(part * other, other, start, part) for other in others]
 
 
-def _expected(case: Case, rank: int, size: int) -> torch.Tensor:
+def expected(
+    case: Case, rank: int, size: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What must come out, in parts that follow each other: (first element, elements)."""
     count = case.count
     part = rank * count if COLLECTIVES[case.collective].parts else 0
+    if case.collective == "barrier":
+        return
     if case.collective == "broadcast":
-        return values(case, case.root or 0, 0, count, size)
-    if case.collective == "all_gather":
-        return torch.cat([values(case, r, 0, count, size) for r in range(size)])
-    inputs = (values(case, r, part, count, size) for r in range(size))
-    if case.collective == "all_to_all":
-        return torch.cat(list(inputs))
-    total = next(inputs)
-    for inp in inputs:
+        yield 0, values(case, case.root or 0, 0, count, size, device)
+        return
+    if case.collective in ("all_gather", "all_to_all"):
+        start = 0 if case.collective == "all_gather" else part
+        for r in range(size):
+            yield r * count, values(case, r, start, count, size, device)
+        return
+    total = values(case, 0, part, count, size, device)
+    for r in range(1, size):
+        inp = values(case, r, part, count, size, device)
         if case.op in ("sum", "avg"):
             total += inp
         elif case.op == "prod":
             total *= inp
         elif case.op:
             total = torch.maximum(total, inp) if case.op == "max" else torch.minimum(total, inp)
-    return total // size if case.op == "avg" else total
+    yield 0, total // size if case.op == "avg" else total

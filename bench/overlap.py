@@ -9,7 +9,8 @@ Results are compared with torch's before anything is timed; a difference ends th
 On GPUs (-D gpu -B hdma,nccl,nccl-zero,low --dtype bfloat16 --turns 20) the default shapes are those of the matrices of
 Llama 3 8B and 70B at 8192 tokens, --shard sets the bytes of a shard instead (for tensor parallelism, whose activations
 have any length), and a region is as many GEMMs as take 2 ms beside as many collectives as take about as long.
-HDMA_REDUCE_BLOCKS and HDMA_STREAM_PRIORITY are what may be compared.
+With -R 2 tensors are in registered memory, and AllGather is in place there, as FSDP calls it; torch's low-contention
+one, which makes its own result, is not. HDMA_REDUCE_BLOCKS and HDMA_STREAM_PRIORITY are what may be compared.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 
 import record
 import report_overlap
-from backends import BACKENDS, check_places
+from backends import BACKENDS, add_register, check_places
 from beside import CASES, FIGURES
 from gate import gate
 from operations import COLLECTIVES as KINDS
 from operations import DTYPES as KNOWN
+from operations import Call
 from operations import Case as Operation
 from places import PLACES
 from ranks import Ranks
@@ -49,6 +51,12 @@ def shard_numel(gemm: tuple[int, int, int], size: int) -> int:
     return -(-gemm[1] * gemm[2] // size)
 
 
+def operation_of(ranks: Ranks, collective: str, gemm: tuple[int, int, int], args: argparse.Namespace) -> Operation:
+    dtype = DTYPES[args.dtype]
+    numel = args.shard // KNOWN[dtype].itemsize if args.shard else shard_numel(gemm, ranks.size)
+    return Operation(collective, numel, dtype, "sum" if collective == "reduce_scatter" else None)
+
+
 def warm_up(ranks: Ranks, cases: list[Any], limit_s: float) -> None:
     """Turns until the time of a round is steady on the slowest rank, or the limit is reached; the same on all ranks."""
     start, last = time.perf_counter(), 0.0
@@ -60,17 +68,35 @@ def warm_up(ranks: Ranks, cases: list[Any], limit_s: float) -> None:
         last = now
 
 
+def prepare(
+    ranks: Ranks, name: str, operation: Operation, gemm: tuple[int, int, int], memory: Any, registered: bool
+) -> tuple[Any, Record]:
+    """A backend's case, its results checked, and what is recorded about it."""
+    backend = ranks.backends[name]
+    in_place = registered and operation.collective == "all_gather"
+    in_place = in_place and not backend.refusal(operation.collective, operation.op, operation.dtype, True)
+    function = getattr(backend, operation.collective)
+    place = (in_place, ranks.rank, ranks.size, 0, memory.empty)
+    sets = [Call(operation, *place) for _ in range(ranks.place.sets(operation.nbytes(ranks.size)))]
+    for call in sets:
+        gate(ranks, name, call, function)
+    case = CASES[ranks.place.memory](ranks, function, sets, gemm)
+    about: Record = {"kind": "overlap", "backend": name, "collective": operation.collective, "gemm": gemm}
+    about |= {"in_place": in_place, "registered": registered, "calls": case.calls}
+    return case, {**about, "shard_nbytes": operation.count * operation.dtype.itemsize}
+
+
 def measure(
     ranks: Ranks, collective: str, gemm: tuple[int, int, int], args: argparse.Namespace, tell: Callable[[str], None]
 ) -> list[Record]:
     """One record a backend for this shape. Backends take turns, so that a drift of the machine meets all alike."""
-    op = "sum" if collective == "reduce_scatter" else None
-    dtype = DTYPES[args.dtype]
-    numel = args.shard // KNOWN[dtype].itemsize if args.shard else shard_numel(gemm, ranks.size)
-    operation = Operation(collective, numel, dtype, op)
-    gate(ranks, operation)
-    make = CASES[ranks.place.memory]
-    cases = {name: make(ranks, backend, operation, gemm) for name, backend in ranks.backends.items()}
+    operation = operation_of(ranks, collective, gemm, args)
+    every = [operation_of(ranks, each, shape, args) for each in args.collectives for shape in args.shapes]
+    memories = ranks.memories(every, args.register)
+    cases: dict[str, Any] = {}
+    about: dict[str, Record] = {}
+    for name in ranks.backends:
+        cases[name], about[name] = prepare(ranks, name, operation, gemm, memories[name], bool(args.register))
     warm_up(ranks, list(cases.values()), args.warm_limit_s)
     mine: dict[str, list[list[float]]] = {name: [] for name in cases}
     for _ in range(args.turns):
@@ -83,9 +109,8 @@ def measure(
         columns: Record = {key: flat[i :: len(FIGURES)] for i, key in enumerate(FIGURES)}
         if args.device == "host":
             del columns["lost"]
-        columns |= {"calls": cases[name].calls, "busbw_factor": KINDS[collective].busbw(ranks.size) * ranks.size}
-        about = {"kind": "overlap", "backend": name, "collective": collective, "gemm": gemm, "dtype": args.dtype}
-        records.append({**about, "shard_nbytes": operation.count * operation.dtype.itemsize, **columns})
+        columns |= {"dtype": args.dtype, "busbw_factor": KINDS[collective].busbw(ranks.size) * ranks.size}
+        records.append({**about[name], **columns})
     return records
 
 
@@ -105,6 +130,7 @@ def main() -> None:
     parser.add_argument("-B", "--backends", type=record.names_of(BACKENDS), default=["hdma", "gloo"])
     parser.add_argument("--collectives", type=record.names_of(COLLECTIVES), default=list(COLLECTIVES))
     parser.add_argument("-D", "--device", choices=list(PLACES), default="host", help="where tensors are (host)")
+    add_register(parser)
     parser.add_argument("--shapes", type=parse_shapes, help=f"m x n x k of the GEMMs ({SHAPES}; on GPUs: see above)")
     parser.add_argument("--shard", type=parse_nbytes, default=0, help="bytes of a shard (those of the shape)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
@@ -113,7 +139,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines there")
     parser.add_argument("--plot", metavar="PNG", help="also draw bars into this file")
     args = parser.parse_args()
-    check_places(parser, args.backends, args.device)
+    check_places(parser, args.backends, args.device, args.register)
     args.shapes = args.shapes or parse_shapes(SHAPES if args.device == "host" else GPU_SHAPES)
     with Ranks(args.backends, args.device) as ranks:
         records = [record.header(ranks.size, ranks.nodes, args.device)]

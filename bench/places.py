@@ -8,27 +8,41 @@ from typing import Any, Protocol
 
 import torch
 
+# Many times what a GPU's last cache holds.
+BEYOND_CACHES_NBYTES = 1 << 30
+
 
 class Place(Protocol):
     memory: str  # as in the header of a record
-    sets: int  # of tensors that calls take in turn, so that the caches hold none of a large one
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def sets(self, nbytes: int) -> int:
+        """How many sets of tensors calls take in turn, so that the caches hold none of a large one."""
 
     def timed(self, region: Callable[[], Any]) -> float:
         """Seconds that the region takes, with all that it has started."""
 
+    def tidy(self) -> None:
+        """Gives back the memory of tensors that are gone, which backends may need."""
+
 
 class Host:
-    memory, sets = "host", 1
+    memory = "host"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
+
+    def sets(self, nbytes: int) -> int:
+        return 1
 
     def timed(self, region: Callable[[], Any]) -> float:
         start = time.perf_counter()
         region()
         return time.perf_counter() - start
+
+    def tidy(self) -> None:
+        pass
 
 
 class Gpu:
@@ -38,7 +52,7 @@ class Gpu:
     (https://github.com/pytorch/pytorch/pull/170265).
     """
 
-    memory, sets = "gpu", 3
+    memory = "gpu"
 
     def __init__(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -46,6 +60,9 @@ class Gpu:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cuda")
+
+    def sets(self, nbytes: int) -> int:
+        return max(1, min(3, BEYOND_CACHES_NBYTES // max(1, nbytes)))
 
     def timed(self, region: Callable[[], Any]) -> float:
         begin, end = events(2)
@@ -55,6 +72,9 @@ class Gpu:
             end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
+
+    def tidy(self) -> None:
+        torch.cuda.empty_cache()
 
 
 def events(count: int) -> list[torch.cuda.Event]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import BACKENDS, IN_TORCH, Backend
+from backends import BACKENDS, IN_TORCH, REGISTERED_ALIGN_NBYTES, Backend
+from operations import COLLECTIVES, Case, numels
 from places import PLACES
 
 from hdma import launch, rendezvous
@@ -57,6 +58,28 @@ class Ranks:
         """Seconds that `region` takes on this rank when all ranks start together."""
         self.barrier()
         return self.place.timed(region)
+
+    def memories(self, cases: list[Case], register: int, unalign: int = 0) -> dict[str, Any]:
+        """What makes the tensors of each backend, for one case at a time: the place, or with `register` memory that
+        the backend has registered, of which there is enough for each of the cases."""
+        self.place.tidy()
+        if not register:
+            return dict.fromkeys(self.backends, self.place)
+        nbytes = max(self._nbytes(case, unalign) for case in cases)
+        made = {name: backend.registered(nbytes) for name, backend in self.backends.items()}  # type: ignore[attr-defined]
+        for memory in made.values():
+            memory.reset()
+        return made
+
+    def _nbytes(self, case: Case, unalign: int) -> int:
+        """Of all tensors of the case, in place and not."""
+        each = [
+            numel for in_place in COLLECTIVES[case.collective].in_place for numel in numels(case, in_place, self.size)
+        ]
+        itemsize = int(case.dtype.itemsize)
+        return self.place.sets(case.nbytes(self.size)) * sum(
+            (numel + unalign) * itemsize + REGISTERED_ALIGN_NBYTES for numel in each
+        )
 
     def close(self) -> None:
         self.barrier()

@@ -50,6 +50,7 @@ def summarise(r: Record) -> Record:
         "gemm": "x".join(map(str, r["gemm"])),
         "shard_nbytes": r["shard_nbytes"],
         "backend": r["backend"],
+        "in_place": r.get("in_place", False),
         "gemm_s": median(r["gemm_s"]),
         "collective_s": median(r["collective_s"]),
         "both_s": median(r["both_s"]),
@@ -83,7 +84,8 @@ def with_means(rows: list[Record], baseline: str = "gloo") -> list[Record]:
             means["versus"] = geometric_mean(ratios) if all(ratios) else None
             means["interval"] = interval_of_mean_of_medians([row["slowdowns"] for row in group])
             means["lost"] = None if group[0]["lost"] is None else max(row["lost"] for row in group)
-            result.append({"collective": collective, "gemm": "mean", "shard_nbytes": None, "backend": backend} | means)
+            about = {"collective": collective, "gemm": "mean", "shard_nbytes": None, "backend": backend}
+            result.append(about | {"in_place": group[0]["in_place"]} | means)
     return result
 
 
@@ -99,7 +101,7 @@ def table(records: Sequence[Record]) -> str:
     for row in with_means([summarise(r) for r in records if r["kind"] == "overlap"], baseline):
         lines.append(
             (
-                row["collective"],
+                f"{row['collective']} in place" if row["in_place"] else row["collective"],
                 row["gemm"],
                 f"{row['shard_nbytes'] / 2**20:.3g}" if row["shard_nbytes"] else "",
                 row["backend"],

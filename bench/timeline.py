@@ -95,15 +95,13 @@ def profile(ranks: Ranks, call: Any) -> dict[str, float]:
     }
 
 
-def measure(ranks: Ranks, bound: PeerCopy, backend: str, collective: str, nbytes: int, in_place: bool) -> Record:
+def measure(
+    ranks: Ranks, bound: PeerCopy, backend: str, collective: str, nbytes: int, in_place: bool, largest: int
+) -> Record:
     op = "sum" if collective == "reduce_scatter" else None
     case = Case(collective, nbytes // 2, "bfloat16", op)
-    empty = ranks.place.empty
-    if in_place:
-        memory = ranks.backends[backend].registered(2 * ranks.size * max(nbytes, 1 << 30))  # type: ignore[attr-defined]
-        memory.reset()
-        empty = memory.empty
-    tensors = Call(case, in_place, ranks.rank, ranks.size, empty=empty)
+    memory = ranks.memories([Case(collective, largest // 2, "bfloat16", op)], 2 if in_place else 0)[backend]
+    tensors = Call(case, in_place, ranks.rank, ranks.size, empty=memory.empty)
     tensors.reset()
 
     def call() -> None:
@@ -158,7 +156,7 @@ def main() -> None:
         for collective, in_place in (("all_gather", False), ("all_gather", True), ("reduce_scatter", False)):
             for nbytes in args.sizes:
                 for backend in args.backends if not in_place else [name for name in args.backends if name == "hdma"]:
-                    records.append(measure(ranks, bound, backend, collective, nbytes, in_place))
+                    records.append(measure(ranks, bound, backend, collective, nbytes, in_place, max(args.sizes)))
         if ranks.rank == 0:
             print(table(records), flush=True)
             if args.json:

@@ -283,8 +283,28 @@ def test_expected_results_are_exact(op, dtype):
         "max": found.amax(0),
         "min": found.amin(0),
     }[op]
-    assert torch.equal(operations.Call(case, True, 0, size).expected.double(), combined)
+    ((start, expected),) = operations.expected(case, 0, size)
+    assert start == 0 and torch.equal(expected.double(), combined)
     assert len(combined.unique()) > 2
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_one_wrong_element_is_found(collective, in_place):
+    """What is right passes; one wrong element, in the part of another rank if there are such, is counted and named."""
+    case = operations.Case(collective, 5000, "bfloat16", "sum" if collective == "reduce_scatter" else None)
+    call = operations.Call(case, in_place, 1, 3)
+    sizes = [len(tensor) for tensor in call.args[:2]]
+    assert sorted(sizes) == [5000, 15000] and sum(operations.numels(case, in_place, 3)) == (
+        15000 if in_place else 20000
+    )
+    call.reset()
+    assert call.wrong() >= len(call.result) - 5000
+    for start, part in operations.expected(case, 1, 3):
+        call.result[start : start + len(part)] = part
+    assert call.wrong() == 0 and call.first_wrong() == ""
+    call.result[-2] += 100
+    assert call.wrong() == 1 and f"the first at {len(call.result) - 2}: " in call.first_wrong()
 
 
 def run_of(library, time_s, bound_s):

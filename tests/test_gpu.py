@@ -85,11 +85,22 @@ def ids(grid: tuple[int, int, int]) -> str:
 
 
 # Ranks, GPUs, ranks a node.
-GRIDS = [(1, 1, 0), (2, 2, 0), (2, 1, 0), (4, 1, 0), (4, 2, 0), (4, 2, 2), (2, 1, 1), (3, 2, 1)]
-# On the stub, whose time all tests share, those that differ most.
-STUB_GRIDS = {"cuda": [(3, 1, 0), (4, 2, 2)], "hip": [(4, 2, 2)]}
-PLACED = [pytest.param("torch", grid, marks=pytest.mark.gpu, id=f"torch-{ids(grid)}") for grid in GRIDS]
-PLACED += [pytest.param(name, grid, id=f"{name}-{ids(grid)}") for name in STUB_GRIDS for grid in STUB_GRIDS[name]]
+GRIDS = [(1, 1, 0), (2, 2, 0), (2, 1, 0), (4, 1, 0), (4, 2, 0), (4, 2, 2), (2, 1, 1), (3, 2, 1), (8, 1, 0), (8, 1, 4)]
+# With a GPU for each of many ranks.
+WIDE = [(4, 4, 0), (4, 4, 2), (8, 8, 0), (8, 8, 4)]
+# On the stub, whose time all tests share, those that differ most; eight ranks are left out for their time.
+STUB_GRIDS = {"cuda": [(3, 1, 0), (4, 2, 2), *WIDE[2:]], "hip": [(4, 2, 2)]}
+PLACED = [pytest.param("torch", grid, marks=pytest.mark.gpu, id=f"torch-{ids(grid)}") for grid in GRIDS + WIDE]
+PLACED += [
+    pytest.param(name, grid, id=f"{name}-{ids(grid)}", marks=[pytest.mark.long] if grid in WIDE else [])
+    for name in STUB_GRIDS
+    for grid in STUB_GRIDS[name]
+]
+
+
+def long(*grids: tuple[int, int, int]) -> list[object]:
+    """Grids that `make test` leaves out for their time."""
+    return [pytest.param(grid, marks=pytest.mark.long) for grid in grids]
 
 
 @pytest.mark.timeout(180)
@@ -98,8 +109,10 @@ def test_matrix(place: Place, grid: tuple[int, int, int]) -> None:
     place.run("matrix.py", *grid, timeout_s=170)
 
 
+# Which is how every call goes on AMD.
+@pytest.mark.long
 @pytest.mark.parametrize("connections", [1])
-@pytest.mark.parametrize("grid", [pytest.param((2, 2, 0), marks=pytest.mark.long), (4, 2, 2)], ids=ids)
+@pytest.mark.parametrize("grid", [(2, 2, 0), (4, 2, 2)], ids=ids)
 def test_matrix_where_streams_cannot_hold_waits(cuda: Place, grid: tuple[int, int, int], connections: int) -> None:
     cuda.run("matrix.py", *grid, CUDA_DEVICE_MAX_CONNECTIONS=connections)
 
@@ -110,7 +123,7 @@ def test_other_ways_of_amd(tmp_path: Path, flag: str, copy: str) -> None:
     Place("hip", tmp_path).run("matrix.py", 4, 2, 2, HDMA_AMD_FLAG=flag, HDMA_AMD_COPY=copy)
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 0), (2, 2, 0), (4, 2, 2)], ids=ids)
+@pytest.mark.parametrize("grid", [(1, 1, 0), (2, 2, 0), (4, 2, 2), *long(*WIDE)], ids=ids)
 def test_shards_as_they_land(place: Place, grid: tuple[int, int, int]) -> None:
     place.run("landing.py", *grid, HDMA_WINDOW_BYTES=1 << 20)
 
@@ -120,8 +133,13 @@ def test_rounding_and_special_numbers(cuda: Place) -> None:
     cuda.run("specials.py", 4, 2, 2)
 
 
-@pytest.mark.parametrize("connections", [8, 1])
-@pytest.mark.parametrize("grid", [(2, 2, 0), (3, 1, 0), (4, 2, 2)], ids=ids)
+@pytest.mark.parametrize(
+    "connections, grid",
+    [(8, (2, 2, 0)), (8, (3, 1, 0)), (8, (4, 2, 2)), (1, (4, 2, 2))]
+    + [pytest.param(1, grid, marks=pytest.mark.long) for grid in ((2, 2, 0), (3, 1, 0), *WIDE)]
+    + [pytest.param(8, grid, marks=pytest.mark.long) for grid in WIDE],
+    ids=lambda value: ids(value) if isinstance(value, tuple) else str(value),
+)
 def test_calls_in_flight(cuda: Place, grid: tuple[int, int, int], connections: int) -> None:
     cuda.run(f"gpu_order.py {500 if cuda.name == 'torch' else 150}", *grid, CUDA_DEVICE_MAX_CONNECTIONS=connections)
 
@@ -167,7 +185,7 @@ def test_the_end_with_calls_in_flight(cuda: Place, how: str, connections: int) -
     cuda.run(f"gpu_ending.py {how}", 2, 2, CUDA_DEVICE_MAX_CONNECTIONS=connections)
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 0), (2, 2, 0), (4, 2, 0)], ids=ids)
+@pytest.mark.parametrize("grid", [(1, 1, 0), (2, 2, 0), (4, 2, 0), *long((4, 4, 0), (8, 8, 0))], ids=ids)
 def test_symmetric_memory(place: Place, grid: tuple[int, int, int]) -> None:
     place.run("gpu_symmetric.py", *grid)
 
@@ -295,15 +313,18 @@ def test_expandable_segments(tmp_path: Path, grid: tuple[int, int, int]) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("connections", [8, 1])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("program", ["backend_operations.py", "backend_training.py"])
-def test_torch_distributed(tmp_path: Path, program: str, connections: int) -> None:
-    if gpu_count() < 2:
-        pytest.skip("needs 2 GPUs: NCCL, for what is forwarded, has one rank a GPU")
+def test_torch_distributed(tmp_path: Path, program: str, size: int, connections: int) -> None:
+    if gpu_count() < size:
+        pytest.skip(f"needs {size} GPUs: NCCL, for what is forwarded, has one rank a GPU")
     env = environment(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=free_port(),
         TEST_TORCH="cuda",
         CUDA_DEVICE_MAX_CONNECTIONS=connections,
     )
-    done = run([sys.executable, PROGRAMS / "forked.py", "2", PROGRAMS / program, str(tmp_path)], env, timeout_s=100.0)
+    done = run(
+        [sys.executable, PROGRAMS / "forked.py", str(size), PROGRAMS / program, str(tmp_path)], env, timeout_s=100.0
+    )
     assert done.code == 0, done.out

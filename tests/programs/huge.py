@@ -10,16 +10,22 @@ comm = hdma.init()
 shard = (1 << 32) // comm.size + 4097
 out = np.empty(comm.size * shard, np.uint8)
 own = out[comm.rank * shard :][:shard]
-# Bytes that differ from place to place by more than a wrap at 2^31 or 2^32 would leave equal.
+# Blocks whose bytes differ from place to place by more than a wrap at 2^31 or 2^32 would leave equal; zeros between
+# them, which a wrap would bring here.
 step = 1 << 20
 pattern = np.arange(step, dtype=np.uint32).view(np.uint8)[::4].copy()
-for start in range(0, shard, step):
-    part = own[start : start + step]
-    np.add(pattern[: part.size], (start // step * 7 + comm.rank * 101) % 251, out=part, casting="unsafe")
+blocks = (0, step * 3, (1 << 31) - step * 2, shard // step * step - step, shard // step * step)
+
+
+def expected(rank: int, start: int) -> np.ndarray:
+    return pattern[: min(step, shard - start)] + np.uint8((start // step * 7 + rank * 101) % 251)
+
+
+for start in blocks:
+    own[start : start + step] = expected(comm.rank, start)
 comm.all_gather(out, own)
 for rank in range(comm.size):
-    for start in (0, step * 3, (1 << 31) - step * 2, shard // step * step - step, shard // step * step):
+    for start in blocks:
         part = out[rank * shard + start : rank * shard + min(start + step, shard)]
-        expected = pattern[: part.size] + np.uint8((start // step * 7 + rank * 101) % 251)
-        assert (part == expected).all(), (rank, start)
+        assert (part == expected(rank, start)).all(), (rank, start)
 comm.close()
