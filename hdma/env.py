@@ -139,7 +139,8 @@ WINDOW_NBYTES: Variable[int | None] = Variable(
     "HDMA_WINDOW_BYTES",
     _window_nbytes,
     None,
-    "the memory of one rank that its peers may write or read (unset: 64 MiB on the host, 256 MiB on a GPU)",
+    "the memory of one rank that its peers may write or read "
+    "(unset: 64 MiB on the host, on a GPU 512 MiB with one node, else 256)",
     True,
 )
 CHUNK_NBYTES = Variable(

@@ -73,6 +73,13 @@ def test_no_machine_is_faster_than_its_links(operation: str, machine: str) -> No
             assert time_s(simulation) > bound_s(simulation) > 0
 
 
+def test_what_copies_cannot_use_of_a_memory_is_left_to_the_sums() -> None:
+    """Fourteen slow copies and a sum on each rank ask for less than the memory has: as fast as with any memory."""
+    enough, endless = (replace(FLAT, reduce_gb_s=2000, memory_gb_s=gb_s) for gb_s in (4000, 1e9))
+    times = [time_s(timed("reduce_scatter", 1, 8, 64 * MIB, machine)) for machine in (enough, endless)]
+    assert times[0] == pytest.approx(times[1])
+
+
 @pytest.mark.parametrize(("nodes", "factor"), [(1, 1.25), (2, 1.25), (4, 1.35)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_64_mib_shards_come_near_the_bound(operation: str, nodes: int, factor: float) -> None:

@@ -29,12 +29,7 @@ def group(nodes: int, ranks_per_node: int) -> dict[str, Any]:
     chunk_nbytes = env.CHUNK_NBYTES.read() or DEFAULT_CHUNK_NBYTES
     layout = Layout.for_window(topology, SLOTS, env.WINDOW_NBYTES.read() or DEFAULT_WINDOW_NBYTES, chunk_nbytes)
     flags_nbytes = _core.flags_nbytes(layout.flag_count)
-    on_gpu = Layout.for_window(
-        topology,
-        gpu.SLOTS,
-        env.WINDOW_NBYTES.read() or gpu.DEFAULT_WINDOW_NBYTES,
-        env.CHUNK_NBYTES.read() or gpu.DEFAULT_CHUNK_NBYTES,
-    )
+    on_gpu = gpu.layout_of(topology)
     return {
         "nodes": nodes,
         "ranks_per_node": ranks_per_node,

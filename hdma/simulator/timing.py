@@ -1,13 +1,15 @@
 """Time on paper: the same steps in the queues of a machine, with flows that share its links.
 
 An event loop. A queue is one walker's lanes, in issue order; it takes a step when the one before is done, except that
-consecutive copies are one batch. Each flow gets an equal share of each resource that it crosses, and the least of them.
+consecutive copies are one batch. Each flow gets an equal share of each resource that it crosses, and the least of them;
+but what a flow cannot use of a memory, since something else holds it up, the others there get.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ class _Flow:
     left_nbytes: float
     crosses: list[tuple[Resource, float]]
     done: Callable[[], None]
+    cap: float = 0.0
     rate: float = 0.0
     since_s: float = 0.0
     version: int = 0
@@ -67,6 +70,7 @@ class _Clockwork:
         self._tick = itertools.count()
         self._heap: list[tuple[float, int, Callable[[], None] | tuple[_Flow, int]]] = []
         self._users: dict[Resource, dict[_Flow, None]] = defaultdict(dict)
+        self._levels: dict[Resource, float] = {}
         self._heights: dict[int, int] = defaultdict(int)
         self._blocked: dict[int, list[_Queue]] = defaultdict(list)
         self._nic: dict[int, deque[Callable[[], None]]] = defaultdict(deque)
@@ -233,11 +237,28 @@ class _Clockwork:
         flow.done()
 
     def _share(self, changed: _Flow) -> None:
-        """New rates for all that cross a resource of the flow that came or went."""
-        for flow in {flow: None for resource, _ in changed.crosses for flow in self._users[resource]}:
-            rate = min(capacity / len(self._users[resource]) for resource, capacity in flow.crosses)
+        """New rates for all that are held up by what the flow that came or went crosses."""
+        near = {flow: None for resource, _ in changed.crosses for flow in self._users[resource]}
+        for flow in near:
+            flow.cap = min((c / len(self._users[r]) for r, c in flow.crosses if r[0] != "memory"), default=math.inf)
+        memories = {r: c for flow in (changed, *near) for r, c in flow.crosses if r[0] == "memory"}
+        for memory, capacity in memories.items():
+            self._levels[memory] = _level([flow.cap for flow in self._users[memory]], capacity)
+            near |= self._users[memory]
+        for flow in near:
+            rate = min([flow.cap, *(self._levels[r] for r, _ in flow.crosses if r[0] == "memory")])
             if rate != flow.rate:
                 flow.left_nbytes -= flow.rate * (self.now_s - flow.since_s)
                 flow.rate, flow.since_s, flow.version = rate, self.now_s, flow.version + 1
                 end_s = self.now_s + max(flow.left_nbytes, 0.0) / rate
                 heapq.heappush(self._heap, (end_s, next(self._tick), (flow, flow.version)))
+
+
+def _level(caps: list[float], capacity: float) -> float:
+    """The most that each may have of a capacity of which those with lower caps leave a part."""
+    for done, cap in enumerate(sorted(caps)):
+        share = capacity / (len(caps) - done)
+        if cap > share:
+            return share
+        capacity -= cap
+    return math.inf
