@@ -6,7 +6,9 @@ should be; the functions here find out what is not.
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import sys
 from typing import Any
 
@@ -45,13 +47,19 @@ def buffer(tensor: Any, name: str, writable: bool = False) -> Buffer:
 
 def runtime() -> str:
     """ "cuda" or "hip": what tensors on GPUs belong to. Raises `UsageError` where HDMA_DEVICE keeps GPUs out."""
-    wanted = env.DEVICE.read()
+    wanted = _wanted(os.environ.get("HDMA_DEVICE", ""))
     if wanted == "host":
         raise UsageError("the tensor is on a GPU, but HDMA_DEVICE=host: unset it, or pass tensors in host memory")
     if wanted != "auto":
         return wanted
     torch = sys.modules.get("torch")
     return "hip" if torch is not None and torch.version.hip else "cuda"
+
+
+@functools.cache
+def _wanted(text: str) -> str:
+    """HDMA_DEVICE, asked for with every array: read anew where it has changed, since reading takes as long as a call."""
+    return env.DEVICE.read()
 
 
 def current_streams(tensors: tuple[Any, ...], index: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from hdma import env, errors
+from hdma import env, errors, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,20 @@ def test_read_at_use(monkeypatch):
     assert env.TIMEOUT_S.read() == 300.0
     monkeypatch.setenv("HDMA_DEBUG", "trace")
     assert env.DEBUG.read() == "TRACE"
+
+
+def test_the_device_is_not_read_for_every_array(monkeypatch):
+    """Reading looks at all variables, which takes longer than a call; a change is seen all the same."""
+    read, scan = [], env.warn_unknown
+    monkeypatch.setattr(env, "warn_unknown", lambda: (read.append(0), scan()))
+    monkeypatch.setenv("HDMA_DEVICE", "hip")
+    assert {tensors.runtime() for _ in range(5)} == {"hip"} and len(read) <= 1
+    monkeypatch.setenv("HDMA_DEVICE", "cuda")
+    assert tensors.runtime() == "cuda"
+    for _ in range(2):
+        monkeypatch.setenv("HDMA_DEVICE", "host")
+        with pytest.raises(errors.UsageError, match="HDMA_DEVICE=host: unset it"):
+            tensors.runtime()
 
 
 def test_unknown_name_warns_once(monkeypatch):
