@@ -58,7 +58,7 @@ def runtime() -> str:
 
 @functools.cache
 def _wanted(text: str) -> str:
-    """HDMA_DEVICE, asked for with every array: read anew where it has changed, since reading takes as long as a call."""
+    """HDMA_DEVICE, wanted for every array: read anew only where it has changed, for reading takes as long as a call."""
     return env.DEVICE.read()
 
 

@@ -241,6 +241,21 @@ def test_row_that_hangs_ends_with_T(tmp_path):
         assert done.code == 1 and "Timeout" in done.out and "in barrier" in done.out, done.out
 
 
+@pytest.mark.long
+def test_all_measurements_in_one_go(tmp_path):
+    """Without a GPU: a step that works leaves records, text and plot, others are told, and ranks end in time."""
+    args = ["-D", "host", "-B", "hdma", "--ranks", "2", "--largest", "64K", "--folder", tmp_path, "--name", "run"]
+    program, env = ROOT / "bench" / "gpus.py", environment()
+    done = run([sys.executable, program, *args, "--turns", "2", "--steps", "small,collectives,timeline"], env, 100)
+    assert "# small: done" in done.out and "# collectives: done" in done.out and done.code == 1, done.out
+    assert done.out.endswith("timeline ended with code 1\n")
+    made = {"collectives.jsonl", "collectives.png", "collectives.txt", "small.jsonl", "small.txt", "timeline.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"run-{name}" for name in made}
+    more = ["--turns", "1000000", "--steps", "small", "--limit-s", "4"]
+    done = run([sys.executable, program, *args, *more], env, 60)
+    assert done.code == 1 and "small took longer than 4 s" in done.out
+
+
 def test_mpi_without_its_mpirun():
     env = environment(RANK=0, WORLD_SIZE=2)
     done = run([sys.executable, ROOT / "bench" / "collectives.py", "-B", "mpi"], env)
