@@ -127,7 +127,7 @@ class Call:
     def reset(self) -> None:
         """Fresh input, and an output that is wrong everywhere."""
         self.result.fill_(_POISON)
-        self._inp.copy_(values(self.case, self._rank, 0, self._inp.numel(), self._size))
+        self._inp.copy_(values(self.case, self._rank, 0, self._inp.numel(), self._size, self._inp.device))
 
     def wrong(self) -> int:
         """Elements of the result that are not exactly as expected."""
