@@ -120,7 +120,7 @@ def test_dropped_with_a_call_in_flight(grid: tuple[int, int], tmp_path: Path) ->
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=shape_name)
 def test_stopped_longer_than_the_time_out(grid: tuple[int, int], tmp_path: Path) -> None:
-    run_grid("stopped.py", grid, tmp_path, "3.0", HDMA_TIMEOUT_S=1.5)
+    run_grid("stopped.py", grid, tmp_path, "5.0", HDMA_TIMEOUT_S=2.5)
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=shape_name)

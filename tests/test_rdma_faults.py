@@ -107,7 +107,7 @@ def test_a_process_forks(wire: str, request: pytest.FixtureRequest, tmp_path: Pa
         ("disagree.py 3", (2, 2), 20),
         ("disagree.py 2", (3, 1), 20),
         ("unpushed.py", (2, 1), 60),
-        ("stopped.py 3.0", (2, 2), 1.5),
+        ("stopped.py 5.0", (2, 2), 2.5),
         ("ending.py late", (2, 2), 5),
         ("ending.py close", (2, 2), 20),
         ("dropped.py", (2, 2), 20),
