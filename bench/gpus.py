@@ -2,8 +2,9 @@
 
     python bench/gpus.py --ranks 8 --folder bench/results --name 2026-12-02-8xh200
 
-One rank a GPU, as one node, or with HDMA_RANKS_PER_NODE as several (whose data then goes by way of the host). Each step
-is a command that also works alone; one that fails or takes longer than --limit-s is told, and the next one begun.
+One rank a GPU (-D host: in host memory, to try this), as one node, or with HDMA_RANKS_PER_NODE as several, whose data
+then goes by way of the host. Each step is a command that also works alone; one that fails, or takes longer than
+--limit-s, is told, and the next one begun.
 
   collectives             AllGather and ReduceScatter alone, 16 MiB to 1 GiB a rank, beside all rivals
   overlap                 beside GEMMs
@@ -27,8 +28,6 @@ from hdma.env import parse_nbytes
 
 HERE = Path(__file__).resolve().parent
 PLOTTED = ("collectives", "overlap")
-
-
 # torchrun ends its ranks when it is asked to end, not when it is killed.
 END_S = 30.0
 
@@ -40,7 +39,7 @@ def steps(ranks: int, device: str, backends: str, largest: int, turns: int) -> d
     large = ["-b", str(ranks * min(16 << 20, largest)), "-e", str(ranks * largest), "-f", "4"]
     small = ["-b", str(ranks << 16), "-e", str(ranks * min(4 << 20, largest)), "-f", "4"]
     beside = ["overlap.py", *on, "--dtype", "bfloat16", "--turns", str(turns)]
-    hdma = ",".join(name for name in ("hdma", "nccl") if name in backends.split(","))
+    profiled = ",".join(name for name in ("hdma", "nccl") if name in backends.split(","))
     sizes = ",".join(str(n << 20) for n in (1, 16, 64, 256) if n << 20 <= largest) or str(largest)
     return {
         "collectives": [*alone, *large],
@@ -48,7 +47,7 @@ def steps(ranks: int, device: str, backends: str, largest: int, turns: int) -> d
         "collectives-registered": [*alone, *large, "-R", "2"],
         "overlap-registered": [*beside, "-R", "2"],
         "small": [*alone, *small],
-        "timeline": ["timeline.py", "-B", hdma, "--sizes", sizes],
+        "timeline": ["timeline.py", "-B", profiled, "--sizes", sizes],
     }
 
 
@@ -65,6 +64,7 @@ def run(command: list[str], output: Path, limit_s: float) -> str:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait(END_S)
     print(output.read_text(), flush=True)
     return f"took longer than {limit_s:g} s" if code is None else f"ended with code {code}" if code else ""
 

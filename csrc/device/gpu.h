@@ -10,9 +10,9 @@
 //                              host memory of this rank, pinned: what goes to other nodes is copied there by plan
 //
 // Steps of a lane are gathered and handed to the driver in groups: words in one call, copies that do not depend on one
-// another in one batch, two copies of the same bytes on this GPU in one kernel. What moves between two GPUs, or to and from the host, goes by copy engine; what stays on one
-// GPU (also from one process to another) is the reduction kernel's, since a driver's own copy there is a kernel of any
-// size it likes (measured).
+// another in one batch, two copies of the same bytes on this GPU in one kernel. What moves between two GPUs, or to and
+// from the host, goes by copy engine; what stays on one GPU (also from one process to another) is the reduction
+// kernel's, since a driver's own copy there is a kernel of any size it likes (measured).
 //
 // Where streams cannot hold waits (Runtime::holds), the thread that walks polls the words instead: the communicator's
 // worker, which then has the right to call the driver as the caller's threads do. It never waits inside the driver.

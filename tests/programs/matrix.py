@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def product() -> list[Case]:
-    # Through the windows of 64 KiB a million elements are thousands of chunks: among many ranks, a tenth of that.
+    # Through the windows of 64 KiB a million elements are thousands of chunks: from three ranks on, a tenth of that.
     few = places.PLACE == "stub" or (window and comm.size >= 3)
     numels = (0, 1, 7, 4096, 10007 if places.PLACE == "stub" and window else 100003 if few else 1000003)
     rows = itertools.product(COLLECTIVES, numels, VIEWS, (np.float32, ml_dtypes.bfloat16), ("sum",), ("sync",))

@@ -18,7 +18,7 @@ import numpy as np
 import hdma
 
 STOPPED_S = float(sys.argv[1])
-# Copies into windows come before the wait, by twelve threads on what cores there are.
+# Copies into windows come before the wait, by the threads of all ranks on what cores there are.
 LATE_S = 3.0
 timeout_s = float(os.environ["HDMA_TIMEOUT_S"])
 # For what comes before and after the stop, on a busy machine.
