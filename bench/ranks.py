@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,14 +59,17 @@ class Ranks:
         self.barrier()
         return self.place.timed(region)
 
-    def memories(self, cases: list[Case], register: int, unalign: int = 0) -> dict[str, Any]:
-        """What makes the tensors of each backend, for one case at a time: the place, or with `register` memory that
-        the backend has registered, of which there is enough for each of the cases."""
+    def memories(
+        self, cases: list[Case], register: int, unalign: int = 0, names: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """What makes the tensors of each backend, or of those named, for one case at a time: the place, or with
+        `register` memory that the backend has registered, of which there is enough for each of the cases."""
+        names = list(self.backends if names is None else names)
         self.place.tidy()
         if not register:
-            return dict.fromkeys(self.backends, self.place)
+            return dict.fromkeys(names, self.place)
         nbytes = max(self._nbytes(case, unalign) for case in cases)
-        made = {name: backend.registered(nbytes) for name, backend in self.backends.items()}  # type: ignore[attr-defined]
+        made = {name: self.backends[name].registered(nbytes) for name in names}  # type: ignore[attr-defined]
         for memory in made.values():
             memory.reset()
         return made

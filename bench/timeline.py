@@ -100,7 +100,8 @@ def measure(
 ) -> Record:
     op = "sum" if collective == "reduce_scatter" else None
     case = Case(collective, nbytes // 2, "bfloat16", op)
-    memory = ranks.memories([Case(collective, largest // 2, "bfloat16", op)], 2 if in_place else 0)[backend]
+    every = [Case(collective, largest // 2, "bfloat16", op)]
+    memory = ranks.memories(every, 2 if in_place else 0, names=[backend])[backend]
     tensors = Call(case, in_place, ranks.rank, ranks.size, empty=memory.empty)
     tensors.reset()
 
