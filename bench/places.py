@@ -21,7 +21,7 @@ class Place(Protocol):
         """How many sets of tensors calls take in turn, so that the caches hold none of a large one."""
 
     def timed(self, region: Callable[[], Any]) -> float:
-        """Seconds that the region takes, with all that it has started."""
+        """Seconds that the region takes, with all that it has started, after what was started before."""
 
     def tidy(self) -> None:
         """Gives back the memory of tensors that are gone, which backends may need."""
@@ -66,6 +66,8 @@ class Gpu:
 
     def timed(self, region: Callable[[], Any]) -> float:
         begin, end = events(2)
+        # After what made the region's tensors, on the caller's stream.
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             begin.record()
             region()

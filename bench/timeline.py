@@ -80,7 +80,8 @@ def profile(ranks: Ranks, call: Any) -> dict[str, float]:
         seen.export_chrome_trace(file.name)
         copies, kernels = split(json.loads(Path(file.name).read_text())["traceEvents"])
     everything = copies + kernels
-    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    # A single rank has nothing to do in place.
+    whole = max(end for _, end in everything) - min(start for start, _ in everything) if everything else 0.0
     ordered = merged(copies)
     gaps = [after[0] - before[1] for before, after in itertools.pairwise(ordered)]
     return {
