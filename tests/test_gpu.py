@@ -328,3 +328,8 @@ def test_torch_distributed(tmp_path: Path, program: str, size: int, connections:
         [sys.executable, PROGRAMS / "forked.py", str(size), PROGRAMS / program, str(tmp_path)], env, timeout_s=100.0
     )
     assert done.code == 0, done.out
+
+
+@pytest.mark.gpu
+def test_a_timed_region_follows_what_made_its_tensors(tmp_path: Path) -> None:
+    Place("torch", tmp_path).run("gpu_timed.py", 1, 1)
