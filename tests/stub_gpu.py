@@ -56,6 +56,10 @@ def _compile(commands: Iterable[Sequence[str | Path]]) -> None:
             raise RuntimeError(f"the stub does not compile:\n{errors[:4000]}")
 
 
+# The stub touches every page of its memory: less than the default of 512 MiB a rank, which matrix.py takes.
+WINDOW = {"HDMA_WINDOW_BYTES": 32 << 20}
+
+
 def variables(folder: Path, runtime: str = "cuda", gpus: int = 2, **more: object) -> dict[str, str]:
     """Environment variables of ranks that are to find the stub; `more` in lower case without STUB_: delay_us=100."""
     path = os.pathsep.join(part for part in (str(folder), os.environ.get("LD_LIBRARY_PATH", "")) if part)

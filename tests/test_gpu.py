@@ -58,7 +58,7 @@ class Place:
             runtime = "hip" if self.name == "hip" else "cuda"
             more_stub = {"delay_us": 100} | (stub or {})
             settings |= stub_gpu.variables(stub_gpu.build(), runtime, gpus, **more_stub)
-            settings |= {"TEST_PLACE": "stub", "HDMA_DEVICE": runtime}
+            settings |= {"TEST_PLACE": "stub", "HDMA_DEVICE": runtime} | stub_gpu.WINDOW
         name, *args = program.split() if isinstance(program, str) else program
         return ranks(size, [PROGRAMS / name, *args], environment(**settings | more), (), timeout_s)
 

@@ -20,7 +20,7 @@ def run(program: str, nodes: int, ranks_per_node: int, folder: Path, *args: str,
     both = os.pathsep.join([gpu["LD_LIBRARY_PATH"], nic["LD_LIBRARY_PATH"]])
     about = {"HDMA_RANKS_PER_NODE": ranks_per_node, "HDMA_RENDEZVOUS": folder / "meet", "HDMA_TIMEOUT_S": 30}
     about |= {"TEST_PLACE": "stub", "HDMA_DEVICE": "cuda", "LD_LIBRARY_PATH": both}
-    env = environment(**(gpu | nic | about | more))
+    env = environment(**(gpu | nic | stub_gpu.WINDOW | about | more))
     finished = ranks(nodes * ranks_per_node, [PROGRAMS / program, *args], env, own=wires.port("stub", ranks_per_node))
     output = "\n".join(each.out for each in finished)
     assert all(each.code == 0 for each in finished), output
