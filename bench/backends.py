@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -243,7 +244,8 @@ def add_register(parser: argparse.ArgumentParser) -> None:
 
 
 def check_places(parser: argparse.ArgumentParser, names: list[str], memory: str, register: int) -> None:
-    """Ends the program where a backend does not move what is in that memory (places.PLACES), or cannot register it."""
+    """Ends the program where a backend does not move what is in that memory (places.PLACES), cannot register it, or
+    would not be measured as it is."""
     if register and memory == "host":
         parser.error("-R 2 is for -D gpu")
     for name in names:
@@ -251,5 +253,10 @@ def check_places(parser: argparse.ArgumentParser, names: list[str], memory: str,
             parser.error(f"-B {name}: it does not move tensors on GPUs (-D gpu), as {','.join(ON_GPU)} do")
         if memory == "host" and name in ON_GPU_ALONE:
             parser.error(f"-B {name}: it moves tensors on GPUs only: add -D gpu")
+        if name == "low" and os.environ.get("TORCH_CPP_LOG_LEVEL") != "ERROR":
+            # torch reads it as it is loaded.
+            parser.error(
+                "-B low: start with TORCH_CPP_LOG_LEVEL=ERROR, or torch warns, and takes its time, at each call"
+            )
         if register and name not in REGISTERING:
             parser.error(f"-B {name} -R 2: it has no memory to register, as {','.join(REGISTERING)} have")

@@ -86,8 +86,7 @@ def main() -> None:
     if args.ranks < 1 or args.turns < 1 or not {*wanted} <= {*known}:
         parser.error(f"--ranks and --turns must be 1 or more, --steps some of {','.join(known)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # torch's low-contention collectives else warn at each call of memory that is not symmetric, which costs them time.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # for -B low
     args.folder.mkdir(parents=True, exist_ok=True)
     chosen = steps(args.ranks, args.device, args.backends, args.largest, args.turns)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]

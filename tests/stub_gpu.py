@@ -56,7 +56,7 @@ def _compile(commands: Iterable[Sequence[str | Path]]) -> None:
             raise RuntimeError(f"the stub does not compile:\n{errors[:4000]}")
 
 
-# The stub touches every page of its memory: less than the default of 512 MiB a rank, which matrix.py takes.
+# The stub touches every page of its memory: less than the defaults (256 and 512 MiB a rank), which matrix.py takes.
 WINDOW = {"HDMA_WINDOW_BYTES": 32 << 20}
 
 

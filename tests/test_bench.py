@@ -371,7 +371,20 @@ def test_arguments_refused():
 
 @pytest.mark.parametrize(
     "args",
-    ["-B nccl", "-B ucc", "-D gpu -B gloo", "-R 2", "-d float8", "-o mean", "-f 1", "-b 1T", "-n 0", "-a 4", "-w -1"],
+    [
+        "-B nccl",
+        "-B ucc",
+        "-D gpu -B gloo",
+        "-D gpu -B low",
+        "-R 2",
+        "-d float8",
+        "-o mean",
+        "-f 1",
+        "-b 1T",
+        "-n 0",
+        "-a 4",
+        "-w -1",
+    ],
 )
 def test_arguments_of_collectives_refused(monkeypatch, args):
     monkeypatch.setattr(sys, "argv", ["collectives.py", *args.split()])
